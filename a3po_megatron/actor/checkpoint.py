@@ -1,0 +1,90 @@
+"""The actor's whole state on disk: parameters, optimizer, learning rate schedule, random state; loadable at another layout.
+
+A checkpoint is a folder `step_NNNNNN` of megatron's dist_checkpointing format. It is written under a temporary name; its
+marker `complete.json`, which lists every file with its size, is written last, and the folder is renamed after that. Without
+a fitting marker a folder is not a checkpoint.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.validation import StrictHandling
+
+from a3po_megatron.actor import parallel
+from a3po_megatron.actor.actor import Actor
+from a3po_megatron.checkpoint_folder import MARKER, check_complete, step_folder
+from a3po_megatron.errors import UserError
+
+
+def save_checkpoint(actor: Actor, root: Path, step: int) -> Path:
+    """Write the actor's state after `step` optimizer steps below `root`, and return the folder. Collective."""
+    final = step_folder(root, step)
+    temporary = final.with_name(final.name + ".incomplete")
+    if dist.get_rank() == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(_state(actor, is_loading=False, step=step), str(temporary))
+    if dist.get_rank() == 0:
+        files = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
+        (temporary / MARKER).write_text(json.dumps({"step": step, "files": files}, indent=2))
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+    dist.barrier()
+    return final
+
+
+def load_checkpoint(actor: Actor, folder: Path) -> int:
+    """Fill the actor from `folder`, written at this or another layout, and return the step it was written after. Collective.
+
+    Raises UserError when the folder is missing, incomplete or damaged, or does not fit the model.
+    """
+    check_complete(folder)
+    for optimizer in actor.optimizer.chained_optimizers:
+        if actor.settings.distributed_optimizer:
+            # Without this the state to fill does not exist before the first step (distrib_optimizer.py).
+            optimizer._init_optimizer_states_with_dummy_values()
+    try:
+        state = dist_checkpointing.load(
+            _state(actor, is_loading=True, step=0), str(folder), strict=StrictHandling.RAISE_ALL
+        )
+    except (CheckpointingException, torch.distributed.checkpoint.CheckpointException, OSError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{folder}: the checkpoint cannot be read or does not fit the model: {reason}") from error
+    for name, chunk in zip(_chunk_names(actor), actor.models, strict=True):
+        chunk.load_state_dict(state[name])
+    actor.optimizer.load_state_dict(state["optimizer"])
+    actor.scheduler.num_steps = 0
+    actor.scheduler.step(state["scheduler_steps"])  # also sets learning rate and weight decay from today's settings
+    torch.set_rng_state(state["random_state"])
+    return int(state["step"])
+
+
+def _state(actor: Actor, *, is_loading: bool, step: int) -> dict[str, Any]:
+    """Return megatron's sharded state dict, with what is the same on all ranks beside it."""
+    metadata = {
+        # The layout-independent form of the distributed optimizer's state: it loads at any TP, PP and DP.
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "dp_cp_group": parallel.dp_group(),
+    }
+    models = {
+        name: chunk.sharded_state_dict(metadata=metadata)
+        for name, chunk in zip(_chunk_names(actor), actor.models, strict=True)
+    }
+    return {
+        **models,
+        "optimizer": actor.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata),
+        "scheduler_steps": actor.scheduler.num_steps,
+        "random_state": torch.get_rng_state(),  # seeded and consumed alike on every rank
+        "step": step,
+    }
+
+
+def _chunk_names(actor: Actor) -> list[str]:
+    return [f"model{index}" for index in range(len(actor.models))]
