@@ -112,6 +112,14 @@ class Actor:
                 chunk.start_param_sync(force_sync=True)
         return export_weights(self.models, self.shape, self.place)
 
+    def add_up(self, value: float) -> float:
+        """Return the sum of `value` over the data-parallel ranks of the last pipeline stage, on every rank."""
+        total = torch.tensor(float(value), dtype=torch.float64, device=self.device)
+        if self.place.is_last_stage:
+            dist.all_reduce(total, group=parallel.dp_group())
+        dist.broadcast(total, group_src=self.place.pp_size - 1, group=parallel.pp_group())
+        return float(total)
+
     def close(self) -> None:
         """Take megatron's process groups down."""
         parallel.destroy()

@@ -6,6 +6,7 @@ a fitting marker a folder is not a checkpoint.
 """
 
 import json
+import queue
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from a3po_megatron.actor import parallel
@@ -23,13 +25,20 @@ from a3po_megatron.errors import UserError
 
 
 def save_checkpoint(actor: Actor, root: Path, step: int) -> Path:
-    """Write the actor's state after `step` optimizer steps below `root`, and return the folder. Collective."""
+    """Write the actor's state after `step` optimizer steps below `root`, and return the folder. Collective.
+
+    The actor must have taken a step: before that its optimizer has no state to save.
+    """
+    assert step > 0, "a checkpoint is written after a step"
     final = step_folder(root, step)
     temporary = final.with_name(final.name + ".incomplete")
     if dist.get_rank() == 0:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     dist.barrier()
+    # The synchronous save collects its results within this process; upstream's default queue would start a manager process
+    # for it on every rank (several seconds, and left over when a rank is killed).
+    filesystem_async._results_queue = queue.Queue()
     dist_checkpointing.save(_state(actor, is_loading=False, step=step), str(temporary))
     if dist.get_rank() == 0:
         files = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
@@ -46,9 +55,9 @@ def load_checkpoint(actor: Actor, folder: Path) -> int:
     Raises UserError when the folder is missing, incomplete or damaged, or does not fit the model.
     """
     check_complete(folder)
-    for optimizer in actor.optimizer.chained_optimizers:
-        if actor.settings.distributed_optimizer:
-            # Without this the state to fill does not exist before the first step (distrib_optimizer.py).
+    if actor.settings.distributed_optimizer:
+        for optimizer in actor.optimizer.chained_optimizers:
+            # Makes the state that loading fills (distrib_optimizer.py); without it there is none before the first step.
             optimizer._init_optimizer_states_with_dummy_values()
     try:
         state = dist_checkpointing.load(

@@ -1,5 +1,6 @@
 """The device of the actor: CUDA with NCCL, or CPU with gloo. The only place, with the shim, that knows which."""
 
+import logging
 import os
 from datetime import timedelta
 
@@ -8,6 +9,13 @@ import torch.distributed as dist
 
 from a3po_megatron.config.schema import ActorConfig
 from a3po_megatron.errors import UserError
+
+# They warn once a rank about what is chosen on purpose here: no CUDA, GPTModel, the synchronous save.
+NOISY_LOGGERS = (
+    "torch.utils.cpp_extension",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.dist_checkpointing.strategies.torch",
+)
 
 
 def start(actor: ActorConfig) -> torch.device:
@@ -42,6 +50,8 @@ def choose_device(actor: ActorConfig) -> torch.device:
 
 def prepare_megatron(device: torch.device) -> None:
     """Make megatron-core usable on `device`; must run before any megatron model or optimizer is built."""
+    for name in NOISY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
     # The local layers are small; compiling them costs more than it saves, and on a CPU dynamo needs a compiler at run time.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     # Sequence parallelism relies on kernels starting in the order in which they were queued.
@@ -52,9 +62,9 @@ def prepare_megatron(device: torch.device) -> None:
         from a3po_megatron.actor import cpu_shim
 
         cpu_shim.install()
-    from a3po_megatron.actor import optimizer_load_fix
+    from a3po_megatron.actor import optimizer_checkpoint_fix
 
-    optimizer_load_fix.install()
+    optimizer_checkpoint_fix.install()
 
 
 def backend_of(device: torch.device) -> str:

@@ -1,7 +1,5 @@
 """A megatron GPTModel from a model's shape and a layout: one chunk a (virtual) pipeline stage of this rank."""
 
-import logging
-
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
@@ -65,7 +63,6 @@ def transformer_config(shape: ModelShape, actor: ActorConfig, device: torch.devi
 
 def build_chunks(config: TransformerConfig, shape: ModelShape, device: torch.device) -> list[GPTModel]:
     """Return this rank's model chunks, weights uninitialised, on `device`."""
-    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # a deprecation notice a chunk
     vpp = config.virtual_pipeline_model_parallel_size
     return [_build_chunk(config, shape, device, vp_stage) for vp_stage in (range(vpp) if vpp else [None])]
 

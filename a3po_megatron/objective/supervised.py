@@ -15,4 +15,5 @@ class SupervisedLoss:
         self, logprobs: Tensor, trainable: Tensor, fields: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the scalar sum and no metrics, for float32 [b, s] log-probabilities and bool [b, s] `trainable`."""
-        return -torch.where(trainable, logprobs, 0.0).sum(), {}
+        # float64: the sum of many float32 terms would lose the digits that two layouts are compared by.
+        return -torch.where(trainable, logprobs, 0.0).sum(dtype=torch.float64), {}

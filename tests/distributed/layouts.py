@@ -111,11 +111,11 @@ def save_model(model: PreTrainedModel, folder: Path) -> Path:
     return folder
 
 
-def build_actor(folder: Path, config: ActorConfig, optimizer: OptimizerConfig = OPTIMIZER) -> Actor:
+def build_actor(folder: Path, config: ActorConfig, optimizer: OptimizerConfig = OPTIMIZER, **model: Any) -> Actor:
     """Return an actor of the model in `folder`, its settings checked as a recipe would."""
     shape = read_model_shape(folder)
     check_actor(config, shape)
-    return Actor(shape, ModelConfig(path=str(folder)), config, optimizer, seed=0)
+    return Actor(shape, ModelConfig(path=str(folder), **model), config, optimizer, seed=0)
 
 
 def random_sequences(seed: int = 0, lengths: tuple[int, ...] = (5, 9, 2, 12, 4, 7, 7, 6, 3)) -> list[TokenSequence]:

@@ -1,0 +1,46 @@
+# Each target does whatever set-up is missing. `make test` passes everything; `make demo` shows the system at work.
+SHELL := /bin/bash
+VENV ?= .venv
+PYTHON_IN_VENV := $(VENV)/bin/python
+PYTEST := OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest
+PARTS := unit distributed engine system slurm
+# Parts that hold tests today, in the order of PARTS.
+PRESENT = $(foreach part,$(PARTS),$(if $(shell find tests/$(part) -name 'test_*.py'),$(part)))
+SHARD ?= 1/1
+
+.PHONY: setup demo test test-fast test-full lint clean lock
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: requirements/cpu.txt tools/setup.sh tools/find_python.sh pyproject.toml
+	@VENV="$(VENV)" PYTHON="$(PYTHON)" tools/setup.sh
+
+demo: setup
+	$(PYTHON_IN_VENV) -m recipes.pretrain configs/demo_warmstart.yaml
+
+test: setup
+	@set -e; for part in $(PRESENT); do echo "== tests/$$part"; $(PYTEST) tests/$$part; done
+
+test-fast: setup
+	$(PYTEST) tests/unit
+
+# make test-unit, test-distributed, ...: one part. For real ranks: torchrun --nproc-per-node 4 -m pytest tests/distributed
+$(addprefix test-,$(PARTS)): test-%: setup
+	$(PYTEST) tests/$*
+
+# Sweeps too; SHARD=2/5 runs the second fifth.
+test-full: setup
+	@set -e; for part in $(PRESENT); do echo "== tests/$$part"; $(PYTEST) tests/$$part -m "" --shard $(SHARD); done
+
+lint: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/shellcheck tools/*.sh .ci/run
+
+lock: setup
+	$(VENV)/bin/uv pip compile -q --python-version 3.12 --python-platform x86_64-manylinux_2_28 --no-annotate --no-header \
+	    --override requirements/cpu-overrides.txt requirements/cpu.in -o requirements/cpu.txt
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

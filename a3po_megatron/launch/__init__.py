@@ -1,0 +1,1 @@
+"""Starts and stops the processes of a run on this machine."""

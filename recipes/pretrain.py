@@ -1,0 +1,67 @@
+"""Supervised warm start on the arithmetic task, through the same actor that reinforcement learning trains.
+
+    python -m recipes.pretrain configs/demo_warmstart.yaml [run.dir=... actor.tensor_parallel=2 ...] [--print-config]
+
+Starts its own ranks; under torchrun it is a rank. Writes below `run.dir`: metrics.jsonl, checkpoints/, and model/, a Hugging
+Face folder.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from a3po_megatron.actor.hf_folder import HFFolder
+from a3po_megatron.checkpoint_folder import newest_complete
+from a3po_megatron.config.check import check_pretrain
+from a3po_megatron.config.load import load_config, to_yaml
+from a3po_megatron.config.model_shape import ModelShape, read_model_shape
+from a3po_megatron.config.schema import PretrainConfig
+from a3po_megatron.errors import UserError, exit_on_user_error
+from a3po_megatron.launch.ranks import is_first_rank, is_rank, run_ranks
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check everything that can be checked without an engine, then start the ranks, or train as one."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.pretrain", description=__doc__.splitlines()[0])
+    parser.add_argument("config", help="a YAML file, for example configs/demo_warmstart.yaml")
+    parser.add_argument("overrides", nargs="*", help="settings to change, for example actor.tensor_parallel=2")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved settings and stop")
+    options = parser.parse_args(arguments)
+    config = load_config(PretrainConfig, options.config, options.overrides)
+    shape = read_model_shape(config.model.path)
+    check_pretrain(config, shape)
+    if config.model.init == "pretrained":
+        HFFolder(config.model.path, shape)
+    if options.print_config:
+        print(to_yaml(config), end="")
+        return 0
+    if is_rank():
+        return train(config, shape)
+    check_run_folder(config)
+    return run_ranks("recipes.pretrain", arguments, config.actor.world_size)
+
+
+def check_run_folder(config: PretrainConfig) -> None:
+    """Refuse to write over another run, and to resume where there is nothing."""
+    folder = Path(config.run.dir)
+    if not config.run.resume and (folder / "metrics.jsonl").exists():
+        raise UserError(f"run.dir={folder} already holds a run; name another, remove it, or set run.resume=true")
+    if config.run.resume and newest_complete(folder / "checkpoints") is None:
+        raise UserError(f"run.resume=true: no complete checkpoint below {folder / 'checkpoints'}")
+
+
+def train(config: PretrainConfig, shape: ModelShape) -> int:
+    """Train as one rank."""
+    from a3po_megatron.actor import device
+
+    device.start(config.actor)  # before the import of megatron below
+    from a3po_megatron.actor.pretraining import pretrain
+
+    pretrain(config, shape)
+    return 0
+
+
+if __name__ == "__main__":
+    # Ranks make the same checks on the same files: one of them speaks.
+    sys.exit(exit_on_user_error(lambda: main(sys.argv[1:]), quiet=not is_first_rank()))
