@@ -1,0 +1,1 @@
+"""From groups of samples to what a training step consumes (numpy only)."""
