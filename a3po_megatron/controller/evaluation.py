@@ -39,8 +39,12 @@ async def evaluate(
     greedy: SamplingSettings,
     version: int,
     max_concurrent: int,
+    timeout_s: float,
 ) -> Evaluation:
-    """Answer every problem once. The caller publishes no weights meanwhile: the result belongs to `version` alone."""
+    """Answer every problem once. The caller publishes no weights meanwhile: the result belongs to `version` alone.
+
+    Raises TimeoutError after `timeout_s`.
+    """
     started = time.monotonic()
     slots = asyncio.Semaphore(max_concurrent)
 
@@ -51,8 +55,14 @@ async def evaluate(
         assert versions <= {version}, f"evaluation of version {version} was answered by versions {versions}"
         return await asyncio.to_thread(reward, problem, response.token_ids)
 
-    async with asyncio.TaskGroup() as answers:
-        tasks = [answers.create_task(answer(index, problem)) for index, problem in enumerate(problems)]
+    try:
+        async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as answers:
+            tasks = [answers.create_task(answer(index, problem)) for index, problem in enumerate(problems)]
+    except TimeoutError:
+        raise TimeoutError(
+            f"waited {timeout_s:g} s (controller.evaluation_timeout_s) for version {version}'s answers to "
+            f"{len(problems)} held-out problems"
+        ) from None
     scores = np.array([task.result() for task in tasks])
     return Evaluation(
         version,

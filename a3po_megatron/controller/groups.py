@@ -45,11 +45,16 @@ def request_seed(run_seed: int, problem_id: str, epoch: int, sample_index: int) 
 
 
 async def generate_group(
-    running: RunningGroup, fleet: Generator, sampling: SamplingSettings, run_seed: int, reward: RewardFunction
+    running: RunningGroup,
+    fleet: Generator,
+    sampling: SamplingSettings,
+    run_seed: int,
+    reward: RewardFunction,
+    timeout_s: float,
 ) -> Group:
     """Sample one response for each of `running.responses`, all at once, and score them.
 
-    The order of the samples is that of their indices, whichever finishes first.
+    The order of the samples is that of their indices, whichever finishes first. Raises TimeoutError after `timeout_s`.
     """
     draw = running.draw
 
@@ -66,8 +71,15 @@ async def generate_group(
             response.finish_reason,
         )
 
-    async with asyncio.TaskGroup() as siblings:
-        tasks = [siblings.create_task(sample(index, part)) for index, part in enumerate(running.responses)]
+    try:
+        async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as siblings:
+            tasks = [siblings.create_task(sample(index, part)) for index, part in enumerate(running.responses)]
+    except TimeoutError:
+        arrived = [len(response.token_ids) for response in running.responses]
+        raise TimeoutError(
+            f"waited {timeout_s:g} s (controller.group_timeout_s) for the responses to problem {draw.problem.id!r}; "
+            f"tokens that arrived: {arrived}; the rollout log says why"
+        ) from None
     samples = tuple(task.result() for task in tasks)
     return Group(draw.problem, samples, await score(reward, draw.problem, samples))
 

@@ -114,21 +114,13 @@ class Controller:
         Consumes one draw. Produces one Group in the buffer. Waits for the fleet, at most `group_timeout_s`. Woken by
         its own responses.
         """
-        draw = group.draw
-        try:
-            async with asyncio.timeout(self.config.group_timeout_s):
-                finished = await generate_group(
-                    group, self.parts.fleet, self.parts.sampling, self.seed, self.parts.reward
-                )
-        except TimeoutError:
-            arrived = [len(response.token_ids) for response in group.responses]
-            raise TimeoutError(
-                f"waited {self.config.group_timeout_s:g} s (controller.group_timeout_s) for the responses to problem "
-                f"{draw.problem.id!r}; tokens that arrived: {arrived}; the rollout log says why"
-            ) from None
-        del self.running[draw.index]
+        parts = self.parts
+        finished = await generate_group(
+            group, parts.fleet, parts.sampling, self.seed, parts.reward, self.config.group_timeout_s
+        )
+        del self.running[group.draw.index]
         self.accepted += 1
-        self.buffer.put(draw.index, finished)
+        self.buffer.put(group.draw.index, finished)
         num_tokens = sum(len(sample.response_ids) for sample in finished.samples)
         self._step_metrics.generation(time.monotonic(), bool(self.running), num_tokens)
         self.changes.notify()
@@ -146,21 +138,15 @@ class Controller:
             )
             if not self._evaluation_due():
                 return
-            try:
-                async with asyncio.timeout(self.config.evaluation_timeout_s):
-                    evaluation = await evaluate(
-                        self.parts.fleet,
-                        self.parts.heldout,
-                        self.parts.reward,
-                        self.parts.greedy,
-                        self.version,
-                        self.config.max_concurrent_evals,
-                    )
-            except TimeoutError:
-                raise TimeoutError(
-                    f"waited {self.config.evaluation_timeout_s:g} s (controller.evaluation_timeout_s) for the answers "
-                    f"to {len(self.parts.heldout)} held-out problems by version {self.version}"
-                ) from None
+            evaluation = await evaluate(
+                self.parts.fleet,
+                self.parts.heldout,
+                self.parts.reward,
+                self.parts.greedy,
+                self.version,
+                self.config.max_concurrent_evals,
+                self.config.evaluation_timeout_s,
+            )
             self.evaluations[self.version] = evaluation
             self.parts.files.write_evaluation(evaluation)
             self.parts.say(evaluation.line())
