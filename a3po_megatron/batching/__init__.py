@@ -1,1 +1,1 @@
-"""From groups of samples to what a training step consumes (numpy only)."""
+"""From samples to microbatches, in numpy."""

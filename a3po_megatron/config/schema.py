@@ -183,4 +183,13 @@ class PretrainConfig:
     stop_at_accuracy: float = 1.0  # stop early once an evaluation reaches this
 
 
+@dataclass(frozen=True)
+class TrainConfig:
+    """Settings of asynchronous reinforcement learning, shared by all roles of one run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+
+
 Config = PretrainConfig

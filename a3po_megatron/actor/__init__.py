@@ -1,0 +1,1 @@
+"""The Megatron-core actor. The only room that imports megatron."""

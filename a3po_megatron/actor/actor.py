@@ -1,0 +1,166 @@
+"""The actor of one rank: model chunks, optimizer and schedule, and the things one can ask of them.
+
+    train_step(sequences, loss) -> report      one optimizer step, in five verbs
+    logprobs(sequences)                        forward only
+    export_weights()                           a stream of (Hugging Face name, whole tensor)
+
+Every method is collective over all ranks, which all pass the same sequences.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from numpy.typing import NDArray
+from torch import Tensor
+
+from a3po_megatron.actor import device as devices
+from a3po_megatron.actor import parallel, pipeline
+from a3po_megatron.actor.hf_folder import HFFolder
+from a3po_megatron.actor.hf_weights import export_weights, load_weights, random_source
+from a3po_megatron.actor.logprobs import token_is_greedy, token_logprobs
+from a3po_megatron.actor.model import DTYPES, build_chunks, transformer_config
+from a3po_megatron.actor.optimizer import NonFiniteError, build_optimizer, build_scheduler, clip_and_check, wrap_chunks
+from a3po_megatron.batching.packing import Microbatch, TokenSequence, make_microbatches
+from a3po_megatron.config.model_shape import ModelShape
+from a3po_megatron.config.schema import ActorConfig, ModelConfig, OptimizerConfig
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one optimizer step was like; the same on every rank."""
+
+    loss: float  # mean over the trainable tokens of the step
+    num_tokens: int  # trainable tokens of the step
+    grad_norm: float  # before clipping
+    lr: float
+    metrics: dict[str, float]  # of the loss: sums divided by num_tokens, and maxima
+    num_microbatches: int  # forward passes of each data-parallel rank
+
+
+class Actor:
+    """A Megatron model in training on one rank."""
+
+    def __init__(
+        self, shape: ModelShape, model: ModelConfig, actor: ActorConfig, optimizer: OptimizerConfig, seed: int
+    ) -> None:
+        """Build the model on this rank and fill it from `model`. Needs the default process group (`device.start`)."""
+        self.shape, self.settings, self.optimizer_settings = shape, actor, optimizer
+        self.device: torch.device = devices.choose_device(actor)
+        self.place = parallel.initialize(actor, seed)
+        self.config = transformer_config(shape, actor, self.device)
+        self.models: list[GPTModel] = build_chunks(self.config, shape, self.device)
+        if model.init == "random":
+            source = random_source(shape, model.init_seed, model.init_std)
+        else:
+            source = HFFolder(model.path, shape).tensor
+        load_weights(self.models, shape, self.place, source)
+        self.chunks: list[DistributedDataParallel] = wrap_chunks(self.models, self.config, actor)
+        self.optimizer: ChainedOptimizer = build_optimizer(self.chunks, optimizer, actor, DTYPES[actor.dtype])
+        self.scheduler: OptimizerParamScheduler = build_scheduler(self.optimizer, optimizer)
+
+    def train_step(self, sequences: Sequence[TokenSequence], loss: pipeline.Loss) -> StepReport:
+        """Take one optimizer step on `sequences`.
+
+        Raises NonFiniteError, with nothing updated, when the loss or a gradient is not finite.
+        """
+        num_tokens = sum(int(sequence.trainable.sum()) for sequence in sequences)
+        if num_tokens == 0:
+            raise ValueError("the step has no trainable token: every sequence is masked")
+        microbatches = self._microbatches(sequences)
+
+        self._zero_gradients()
+        metrics = pipeline.forward_backward(self.chunks, microbatches, token_logprobs, self.shape.vocab_size, loss)
+        totals = self._reduce(metrics, ["loss", *loss.metric_names])
+        self._check_loss(totals["loss"])
+        grad_norm = clip_and_check(self.optimizer, self.optimizer_settings.clip_grad)
+        self._update()
+
+        means = {name: total if name.endswith("max") else total / num_tokens for name, total in totals.items()}
+        return StepReport(
+            loss=means.pop("loss"),
+            num_tokens=num_tokens,
+            grad_norm=grad_norm,
+            lr=float(self.optimizer.param_groups[0]["lr"]),
+            metrics=means,
+            num_microbatches=len(microbatches),
+        )
+
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> dict[int, NDArray[np.float32]]:
+        """Return {index: float32 [n-1]}: log-probability of each token but the first, given those before it.
+
+        On the last pipeline stage, for the sequences of this data-parallel rank; empty on the other stages.
+        """
+        return self._forward(sequences, token_logprobs)
+
+    def is_greedy(self, sequences: Sequence[TokenSequence]) -> dict[int, NDArray[np.bool_]]:
+        """Return {index: bool [n-1]}: whether each token but the first is the most probable one. Placed as `logprobs`."""
+        return self._forward(sequences, token_is_greedy)
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face name, whole tensor) of the current weights in model order, on every rank."""
+        if self.settings.overlap_param_gather:
+            for chunk in self.chunks:  # the gather of the last step's parameters is otherwise left to the next forward pass
+                chunk.start_param_sync(force_sync=True)
+        return export_weights(self.models, self.shape, self.place)
+
+    def close(self) -> None:
+        """Take megatron's process groups down."""
+        parallel.destroy()
+
+    def _microbatches(self, sequences: Sequence[TokenSequence]) -> list[Microbatch]:
+        interleaved = self.settings.virtual_pipeline_parallel > 1
+        return make_microbatches(
+            sequences,
+            dp_rank=self.place.dp_rank,
+            dp_size=self.place.dp_size,
+            max_tokens=self.settings.max_tokens_per_microbatch,
+            packed=self.settings.packed,
+            multiple_of=self.place.tp_size if self.settings.sequence_parallel else 1,
+            count_multiple_of=self.place.pp_size if interleaved else 1,
+        )
+
+    def _forward(self, sequences: Sequence[TokenSequence], processor: Any) -> dict[int, NDArray[Any]]:
+        microbatches = self._microbatches(sequences)
+        outputs = pipeline.forward_only(self.chunks, microbatches, processor, self.shape.vocab_size)
+        values: dict[int, NDArray[Any]] = {}
+        if self.place.is_last_stage:
+            for microbatch, output in zip(microbatches, outputs, strict=True):
+                values.update(microbatch.by_sequence(output.cpu().numpy()))
+        return values
+
+    def _zero_gradients(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def _check_loss(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise NonFiniteError(f"the loss is {loss}")
+
+    def _update(self) -> None:
+        self.scheduler.step(1)  # sets the rate of the step that follows
+        self.optimizer.step_with_ready_grads()
+
+    def _reduce(self, metrics: list[pipeline.Metrics], names: Sequence[str]) -> dict[str, float]:
+        """Combine the last stage's metrics over microbatches and data-parallel ranks, and tell every stage."""
+        is_max = torch.tensor([name.endswith("max") for name in names], device=self.device)
+        totals = torch.where(is_max, -torch.inf, 0.0).double()
+        for microbatch in metrics:
+            values = torch.stack([microbatch[name].double() for name in names])
+            totals = torch.where(is_max, torch.maximum(totals, values), totals + values)
+        if self.place.is_last_stage:
+            sums, maxima = totals.clone(), totals
+            dist.all_reduce(sums, group=parallel.dp_group())
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parallel.dp_group())
+            totals = torch.where(is_max, maxima, sums)
+        dist.broadcast(totals, group_src=self.place.pp_size - 1, group=parallel.pp_group())
+        return dict(zip(names, totals.tolist(), strict=True))

@@ -1,0 +1,65 @@
+"""Core attention in plain torch, for ranks without Transformer Engine: causal, padded rows or packed sequences.
+
+Letters: s tokens, b rows, h heads of this rank, d head dimension, n packed sequences, m longest of them.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+class CoreAttention(torch.nn.Module):
+    """Stands where the Transformer Engine spec has TEDotProductAttention; no parameters, so no checkpoint entries.
+
+    Arguments are megatron's for a core attention (megatron/core/transformer/dot_product_attention.py); only the softmax
+    scale is used, since attention here is always causal and without dropout.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__()
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Return [s, b, h*d] for query [s, b, h, d] and key, value [s, b, h_kv, d]; [s, h*d] and [s, h, d] when packed.
+
+        Padded rows need no mask: padding follows the real tokens, and a causal query never looks forward.
+        """
+        if packed_seq_params is None:
+            return self._attend(query, key, value)
+        return self._attend_packed(query, key, value, packed_seq_params.cu_seqlens_q)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [b, h, s, d]
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=True)
+        return out.permute(2, 0, 1, 3).flatten(2).contiguous()
+
+    def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """Give each sequence a padded row of its own, attend, and put the rows end to end again."""
+        starts = cu_seqlens[:-1].long()
+        lengths = cu_seqlens[1:].long() - starts
+        offset = torch.arange(int(lengths.max()), device=query.device)  # [m]
+        real = offset < lengths[:, None]  # [n, m]
+        source = (starts[:, None] + offset).where(real, starts[:, None]).T  # [m, n]; padding repeats a real token
+        out = self._attend(query[source], key[source], value[source])  # [m, n, h*d]
+        return out.transpose(0, 1)[real]

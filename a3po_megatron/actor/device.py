@@ -1,0 +1,62 @@
+"""The device of the actor: CUDA with NCCL, or CPU with gloo. The only place, with the shim, that knows which."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from a3po_megatron.config.schema import ActorConfig
+from a3po_megatron.errors import UserError
+
+
+def start(actor: ActorConfig) -> torch.device:
+    """Choose this rank's device, prepare megatron for it and join the default process group.
+
+    Expects torchrun's environment (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Returns the device.
+    Raises UserError when the device is not there or the number of ranks is not the layout's.
+    """
+    device = choose_device(actor)
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size != actor.world_size:
+        raise UserError(
+            f"{world_size} ranks were started, but actor.tensor_parallel={actor.tensor_parallel} x pipeline_parallel="
+            f"{actor.pipeline_parallel} x data_parallel={actor.data_parallel} needs {actor.world_size}"
+        )
+    prepare_megatron(device)
+    if not dist.is_initialized():
+        dist.init_process_group(backend_of(device), timeout=timedelta(seconds=actor.timeout_s))
+    return device
+
+
+def choose_device(actor: ActorConfig) -> torch.device:
+    """Return this rank's device for `actor.device`. Raises UserError when it asks for a GPU that is not there."""
+    gpus = torch.cuda.device_count()
+    if actor.device == "cpu" or (actor.device == "auto" and gpus == 0):
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= gpus:
+        raise UserError(f"actor.device={actor.device}: local rank {local_rank} has no GPU, torch finds {gpus} on this machine")
+    return torch.device("cuda", local_rank)
+
+
+def prepare_megatron(device: torch.device) -> None:
+    """Make megatron-core usable on `device`; must run before any megatron model or optimizer is built."""
+    # The local layers are small; compiling them costs more than it saves, and on a CPU dynamo needs a compiler at run time.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # Sequence parallelism relies on kernels starting in the order in which they were queued.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        from a3po_megatron.actor import cpu_shim
+
+        cpu_shim.install()
+    from a3po_megatron.actor import optimizer_load_fix
+
+    optimizer_load_fix.install()
+
+
+def backend_of(device: torch.device) -> str:
+    """Return the process group backend; CUDA ranks also get gloo for tensors in host memory."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -1,0 +1,133 @@
+"""A Hugging Face checkpoint folder on disk: check it, read single tensors, write one. Knows files, no ranks.
+
+Checking reads only the headers of the safetensors files, without torch, so that a launcher can refuse a bad folder before
+any rank starts.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from a3po_megatron.actor.hf_mapping import hf_shapes
+from a3po_megatron.config.model_shape import ModelShape
+from a3po_megatron.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 4 << 30
+# What belongs to a model beside its weights; carried from the folder that the run started from.
+COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "generation_config.json", "*.jinja")
+
+
+class HFFolder:
+    """The tensors of a checkpoint folder, read one at a time."""
+
+    def __init__(self, folder: str | Path, shape: ModelShape) -> None:
+        """Open the folder. Raises UserError unless it holds exactly the tensors of `shape`, each of the right shape."""
+        self.folder = Path(folder)
+        self._file_of = {name: path for path in _weight_files(self.folder) for name in _names(path)}
+        self._check_names(hf_shapes(shape))
+
+    def tensor(self, name: str) -> "Tensor":
+        """Return one whole tensor in host memory."""
+        with safe_open(self._file_of[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+    def _check_names(self, expected: dict[str, tuple[int, ...]]) -> None:
+        missing, extra = expected.keys() - self._file_of.keys(), self._file_of.keys() - expected.keys()
+        if missing:
+            raise UserError(f"{self.folder}: {len(missing)} tensors are missing, among them {min(missing)}")
+        if extra:
+            raise UserError(f"{self.folder}: {len(extra)} tensors belong to no parameter, among them {min(extra)}")
+        for name, shape in expected.items():
+            with safe_open(self._file_of[name], framework="numpy") as file:
+                found = tuple(file.get_slice(name).get_shape())
+            if found != shape:
+                raise UserError(f"{self._file_of[name]}: {name} has shape {found}, config.json says {shape}")
+
+
+def write_hf_folder(
+    tensors: Iterable[tuple[str, "Tensor"]], source: Path, destination: Path, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Write `tensors` as sharded safetensors, with config and tokenizer from `source`, to the new folder `destination`.
+
+    Holds one shard in memory at a time. The folder appears under its name only when it is complete.
+    """
+    from safetensors.torch import save_file
+
+    temporary = destination.with_name(destination.name + ".incomplete")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    shards: list[list[str]] = []
+    held: dict[str, Tensor] = {}
+    dtype, total_bytes = "", 0
+
+    def flush() -> None:
+        if held:
+            save_file(held, temporary / f"shard-{len(shards)}", metadata={"format": "pt"})
+            shards.append(list(held))
+            held.clear()
+
+    for name, tensor in tensors:
+        if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > max_shard_bytes:
+            flush()
+        held[name] = tensor.cpu().contiguous()
+        dtype, total_bytes = str(tensor.dtype).removeprefix("torch."), total_bytes + tensor.nbytes
+    flush()
+    _name_shards(temporary, shards, total_bytes)
+    _carry_companions(source, temporary, dtype)
+    shutil.rmtree(destination, ignore_errors=True)
+    temporary.rename(destination)
+
+
+def _name_shards(folder: Path, shards: list[list[str]], total_bytes: int) -> None:
+    if len(shards) == 1:
+        (folder / "shard-0").rename(folder / SINGLE_FILE)
+        return
+    weight_map = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"shard-{number}").rename(folder / file)
+        weight_map.update(dict.fromkeys(names, file))
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
+
+
+def _carry_companions(source: Path, destination: Path, dtype: str) -> None:
+    config: dict[str, Any] = json.loads((source / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    (destination / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2))
+    for pattern in COMPANIONS:
+        for file in source.glob(pattern):
+            shutil.copy2(file, destination / file.name)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / INDEX_FILE
+    if not index.exists():
+        if not (folder / SINGLE_FILE).exists():
+            raise UserError(f"{folder}: no weights: expected {SINGLE_FILE} or {INDEX_FILE} (model.init=random needs none)")
+        return [folder / SINGLE_FILE]
+    try:
+        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise UserError(f"{index}: damaged index: {error!r}") from None
+    for file in files:
+        if not file.exists():
+            raise UserError(f"{file}: named in {INDEX_FILE} but missing")
+    return files
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return list(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: damaged weights file: {error}") from None

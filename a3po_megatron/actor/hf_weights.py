@@ -1,0 +1,117 @@
+"""Weights between Hugging Face names and this rank's model chunks: load, draw at random, export as a stream.
+
+Knows ranks and chunks; files are in hf_folder.py, the table of names in hf_mapping.py, the surgery in hf_layout.py.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from a3po_megatron.actor import hf_layout, parallel
+from a3po_megatron.actor.hf_mapping import EMBEDDING, FINAL_NORM, LAYER_RULES, Rule, hf_shapes, layer_rule, output_rule
+from a3po_megatron.config.model_shape import ModelShape
+
+Source = Callable[[str], Tensor]  # Hugging Face name -> whole tensor
+
+
+def random_source(shape: ModelShape, seed: int, std: float) -> Source:
+    """Return a source of freshly drawn weights: norms 1, everything else N(0, std). The same on every rank and layout."""
+    shapes = hf_shapes(shape)
+
+    def draw(name: str) -> Tensor:
+        if len(shapes[name]) == 1:
+            return torch.ones(shapes[name])
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+        return torch.randn(shapes[name], generator=generator) * std
+
+    return draw
+
+
+@torch.no_grad()
+def load_weights(chunks: Sequence[GPTModel], shape: ModelShape, place: parallel.Place, source: Source) -> None:
+    """Fill every parameter of this rank's chunks from `source`, one tensor at a time, cast to the parameter's dtype."""
+    for chunk in chunks:
+        for rule, parameter in _ruled_parameters(chunk, shape):
+            shard = hf_layout.shard(rule.split, [source(name) for name in rule.hf], shape, place.tp_size, place.tp_rank)
+            assert shard.shape == parameter.shape, f"{rule.megatron}: shard {shard.shape}, parameter {parameter.shape}"
+            parameter.copy_(shard)
+
+
+@torch.no_grad()
+def export_weights(
+    chunks: Sequence[GPTModel],
+    shape: ModelShape,
+    place: parallel.Place,
+    value: Callable[[torch.nn.Parameter], Tensor] = lambda parameter: parameter.data,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, whole tensor) in model order, on every rank of the tensor and pipeline groups.
+
+    Collective: all of these ranks iterate to the end. Memory is bounded by one parameter (gathered) and its Hugging Face
+    parts. `value` picks what is exported of a parameter, for example its gradient. The caller makes parameters fresh first
+    (`Actor.export_weights` does, under overlapped parameter gathering).
+    """
+    held = {rule.hf: parameter for chunk in chunks for rule, parameter in _ruled_parameters(chunk, shape)}
+    shapes = hf_shapes(shape)
+    stages = len(chunks) * place.pp_size
+    like = value(next(iter(held.values())))
+    for rule, stage in _model_order(shape, stages):
+        owner = stage % place.pp_size
+        whole = None
+        if place.pp_rank == owner:
+            whole = hf_layout.join(rule.split, _gather(value(held[rule.hf]), rule, place), shape)
+        for position, name in enumerate(rule.hf):
+            yield name, _from_owner(whole[position] if whole else None, shapes[name], like, owner, place)
+
+
+def _model_order(shape: ModelShape, stages: int) -> Iterator[tuple[Rule, int]]:
+    """Yield each rule of the Hugging Face checkpoint with the (virtual) stage that holds it, in model order."""
+    layers_per_stage = shape.num_layers // stages
+    yield EMBEDDING, 0
+    for layer in range(shape.num_layers):
+        for rule in LAYER_RULES[shape.family]:
+            yield layer_rule(rule, layer), layer // layers_per_stage
+    yield FINAL_NORM, stages - 1
+    if not shape.tie_word_embeddings:
+        yield output_rule(shape), stages - 1
+
+
+def _ruled_parameters(chunk: GPTModel, shape: ModelShape) -> list[tuple[Rule, torch.nn.Parameter]]:
+    """Return every parameter of a chunk with its rule. A parameter without a rule, or the reverse, is an error."""
+    parameters = dict(chunk.named_parameters())
+    rules: dict[str, Rule] = {}
+    if chunk.pre_process:
+        rules[EMBEDDING.megatron] = EMBEDDING
+    for index, layer in enumerate(chunk.decoder.layers):
+        for rule in LAYER_RULES[shape.family]:
+            rules[f"decoder.layers.{index}.{rule.megatron}"] = layer_rule(rule, layer.layer_number - 1)
+    if chunk.post_process:
+        rules[FINAL_NORM.megatron] = FINAL_NORM
+        if not (chunk.pre_process and shape.tie_word_embeddings):
+            rules[output_rule(shape).megatron] = output_rule(shape)
+    unmapped, missing = parameters.keys() - rules.keys(), rules.keys() - parameters.keys()
+    if unmapped or missing:
+        raise ValueError(f"the mapping of {shape.family} does not fit: unmapped {unmapped}, missing {missing}")
+    return [(rules[name], parameter) for name, parameter in parameters.items()]
+
+
+def _gather(local: Tensor, rule: Rule, place: parallel.Place) -> list[Tensor]:
+    """Return every tensor-parallel rank's shard, in rank order."""
+    if rule.split == "replicated" or place.tp_size == 1:
+        return [local]
+    shards = [torch.empty_like(local) for _ in range(place.tp_size)]
+    dist.all_gather(shards, local.contiguous(), group=parallel.tp_group())
+    return shards
+
+
+def _from_owner(whole: Tensor | None, shape: tuple[int, ...], like: Tensor, owner: int, place: parallel.Place) -> Tensor:
+    """Broadcast one tensor, of the dtype and device of `like`, from the pipeline stage that owns it."""
+    if place.pp_size == 1:
+        assert whole is not None
+        return whole
+    tensor = torch.empty(shape, dtype=like.dtype, device=like.device) if whole is None else whole.contiguous()
+    dist.broadcast(tensor, group_src=owner, group=parallel.pp_group())
+    return tensor

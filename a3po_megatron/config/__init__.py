@@ -1,0 +1,1 @@
+"""Settings: `schema` says what there is, `load` reads files and overrides, `check` refuses contradictions."""

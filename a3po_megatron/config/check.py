@@ -1,0 +1,131 @@
+"""The one validation pass: refuses settings that contradict each other or the model. Changes nothing."""
+
+from a3po_megatron.config.model_shape import ModelShape
+from a3po_megatron.config.schema import ActorConfig, ModelConfig, OptimizerConfig, PretrainConfig, RunConfig
+from a3po_megatron.errors import UserError
+
+
+def check_pretrain(config: PretrainConfig, shape: ModelShape) -> None:
+    """Check every setting of a pretraining run against the others and the model's shape. Raises UserError."""
+    check_run(config.run)
+    check_model(config.model)
+    check_actor(config.actor, shape)
+    check_optimizer(config.optimizer)
+    _at_least("batch_size", config.batch_size, 1)
+    _at_least("eval_every", config.eval_every, 0)
+    _at_least("task.max_operand", config.task.max_operand, 1)
+    _at_least("task.num_heldout", config.task.num_heldout, 1)
+    train = (config.task.max_operand + 1) ** 2 - config.task.num_heldout
+    _at_least("num_questions", config.num_questions, 1)
+    if config.num_questions > train:
+        raise UserError(
+            f"num_questions={config.num_questions}: the task has {train} training questions "
+            f"(task.max_operand={config.task.max_operand}, task.num_heldout={config.task.num_heldout}); take at most {train}"
+        )
+    if not 0 < config.stop_at_accuracy <= 1:
+        raise UserError(f"stop_at_accuracy={config.stop_at_accuracy}: an accuracy above 0 and at most 1")
+
+
+def check_run(run: RunConfig) -> None:
+    """Check the run's own numbers."""
+    if not run.dir:
+        raise UserError("run.dir is empty: name the folder that the run may write")
+    _at_least("run.num_steps", run.num_steps, 1)
+    _at_least("run.checkpoint_every", run.checkpoint_every, 0)
+
+
+def check_model(model: ModelConfig) -> None:
+    """Check how the weights are initialised."""
+    if model.init_std <= 0:
+        raise UserError(f"model.init_std={model.init_std}: a standard deviation above 0")
+
+
+def check_actor(actor: ActorConfig, shape: ModelShape) -> None:
+    """Check that the layout fits the model and that Megatron trains it right."""
+    for name in ("tensor_parallel", "pipeline_parallel", "virtual_pipeline_parallel", "data_parallel"):
+        _at_least(f"actor.{name}", getattr(actor, name), 1)
+    _at_least("actor.max_tokens_per_microbatch", actor.max_tokens_per_microbatch, 1)
+    if actor.timeout_s <= 0:
+        raise UserError(f"actor.timeout_s={actor.timeout_s}: a deadline in seconds above 0")
+    _check_tensor_parallel(actor, shape)
+    _check_pipeline(actor, shape)
+    if actor.overlap_param_gather and not (actor.distributed_optimizer and actor.overlap_grad_reduce):
+        raise UserError(
+            "actor.overlap_param_gather=true needs actor.distributed_optimizer=true and actor.overlap_grad_reduce=true: "
+            "it gathers the parameters that the distributed optimizer scattered, behind the reduction of their gradients"
+        )
+
+
+def check_optimizer(optimizer: OptimizerConfig) -> None:
+    """Check the optimizer and its learning rate schedule."""
+    if optimizer.lr <= 0:
+        raise UserError(f"optimizer.lr={optimizer.lr}: a learning rate above 0")
+    if not 0 <= optimizer.min_lr <= optimizer.lr:
+        raise UserError(f"optimizer.min_lr={optimizer.min_lr}: between 0 and optimizer.lr={optimizer.lr}")
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(optimizer, name) < 1:
+            raise UserError(f"optimizer.{name}={getattr(optimizer, name)}: at least 0 and below 1")
+    if optimizer.eps <= 0:
+        raise UserError(f"optimizer.eps={optimizer.eps}: above 0")
+    _at_least("optimizer.weight_decay", optimizer.weight_decay, 0)
+    _at_least("optimizer.clip_grad", optimizer.clip_grad, 0)
+    _at_least("optimizer.lr_warmup_steps", optimizer.lr_warmup_steps, 0)
+    if optimizer.lr_decay != "constant" and optimizer.lr_decay_steps <= optimizer.lr_warmup_steps:
+        raise UserError(
+            f"optimizer.lr_decay_steps={optimizer.lr_decay_steps} with lr_decay={optimizer.lr_decay}: "
+            f"must be above optimizer.lr_warmup_steps={optimizer.lr_warmup_steps}, the step at which the decay starts"
+        )
+
+
+def _check_tensor_parallel(actor: ActorConfig, shape: ModelShape) -> None:
+    tp = actor.tensor_parallel
+    for what, size in (
+        ("query heads", shape.num_attention_heads),
+        ("key/value heads", shape.num_key_value_heads),
+        ("MLP columns (intermediate_size)", shape.intermediate_size),
+    ):
+        if size % tp:
+            raise UserError(
+                f"actor.tensor_parallel={tp} does not divide the model's {size} {what}; "
+                f"use {_divisors_hint(tp, shape)} and more actor.pipeline_parallel or actor.data_parallel"
+            )
+    if actor.sequence_parallel and tp == 1:
+        raise UserError("actor.sequence_parallel=true needs actor.tensor_parallel above 1: it splits what that leaves whole")
+
+
+def _divisors_hint(tp: int, shape: ModelShape) -> str:
+    sizes = (shape.num_attention_heads, shape.num_key_value_heads, shape.intermediate_size)
+    fits = [str(n) for n in range(1, shape.num_key_value_heads + 1) if all(size % n == 0 for size in sizes)]
+    return " or ".join(fits)
+
+
+def _check_pipeline(actor: ActorConfig, shape: ModelShape) -> None:
+    pp, vpp = actor.pipeline_parallel, actor.virtual_pipeline_parallel
+    if vpp > 1 and pp == 1:
+        raise UserError(f"actor.virtual_pipeline_parallel={vpp} needs actor.pipeline_parallel above 1")
+    chunks = pp * vpp
+    if chunks > shape.num_layers:
+        raise UserError(
+            f"actor.pipeline_parallel={pp} x actor.virtual_pipeline_parallel={vpp} makes {chunks} chunks, "
+            f"more than the model's {shape.num_layers} layers; use at most {shape.num_layers}"
+        )
+    if shape.num_layers % chunks:
+        raise UserError(
+            f"actor.pipeline_parallel={pp} x actor.virtual_pipeline_parallel={vpp} makes {chunks} chunks, "
+            f"which do not divide the model's {shape.num_layers} layers evenly"
+        )
+    if vpp > 1 and actor.p2p_communication == "batched":
+        raise UserError(
+            "actor.p2p_communication=batched with virtual pipeline stages trains silently wrong on megatron-core "
+            f"(actor.virtual_pipeline_parallel={vpp}, actor.pipeline_parallel={pp}); use overlapped or auto"
+        )
+    if vpp == 1 and actor.p2p_communication == "overlapped":
+        raise UserError(
+            "actor.p2p_communication=overlapped needs actor.virtual_pipeline_parallel above 1: "
+            "Megatron's plain schedule has no overlapped form; use batched or auto"
+        )
+
+
+def _at_least(name: str, value: float, minimum: float) -> None:
+    if value < minimum:
+        raise UserError(f"{name}={value}: must be at least {minimum}")

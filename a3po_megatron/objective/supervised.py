@@ -1,0 +1,18 @@
+"""Maximum likelihood of given tokens: the loss of warm starts and of parity tests."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+class SupervisedLoss:
+    """L = - sum over trainable tokens of log pi_theta(token); the caller divides by their number."""
+
+    metric_names: tuple[str, ...] = ()
+
+    def __call__(
+        self, logprobs: Tensor, trainable: Tensor, fields: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the scalar sum and no metrics, for float32 [b, s] log-probabilities and bool [b, s] `trainable`."""
+        return -torch.where(trainable, logprobs, 0.0).sum(), {}
