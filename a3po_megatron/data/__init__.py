@@ -1,0 +1,1 @@
+"""Problems and prompts. Imports no torch."""
