@@ -155,15 +155,19 @@ class ControllerConfig:
 class DataConfig:
     """Which problems are trained on and which are held out."""
 
-    task: Literal["arithmetic"] = "arithmetic"
-    arithmetic: ArithmeticTaskConfig = field(default_factory=ArithmeticTaskConfig)
+    task: Literal["arithmetic", "gsm8k"] = "arithmetic"
+    arithmetic: ArithmeticTaskConfig = field(default_factory=ArithmeticTaskConfig)  # of `task: arithmetic`
+    train_file: str = ""  # of `task: gsm8k`, JSON lines; empty: gsm8k/train.jsonl in the data folder
+    heldout_file: str = ""  # likewise; empty: gsm8k/test.jsonl
 
 
 @dataclass(frozen=True)
 class RewardConfig:
     """What a response is worth."""
 
-    kind: Literal["exact"] = "exact"  # exact: 1 where the response is the answer and the end token, else 0
+    # exact: 1 where the token ids are the answer and the end token, else 0 (arithmetic)
+    # numeric: 1 where the final number of the text is the answer, else 0 (gsm8k)
+    kind: Literal["exact", "numeric"] = "exact"
     shuffle: bool = False  # negative control: permute the rewards over the batch, so that they teach nothing
 
 
@@ -190,6 +194,9 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    controller: ControllerConfig = field(default_factory=ControllerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
 
 
 Config = PretrainConfig

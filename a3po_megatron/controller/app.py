@@ -1,7 +1,7 @@
 """The controller's HTTP routes. Every one, known or not, asks for the run's token; bodies are `messages.py` as msgpack.
 
 Nothing is decided here: a route decodes its message, calls the fleet or the loop, and encodes the answer. An error's
-answer is a `Failure` with one line: 401 token, 409 does not fit the state of the run, 410 the run is over, 422 not a
+answer is JSON, `{"error": one line}`: 401 token, 409 does not fit the state of the run, 410 the run is over, 422 not a
 message of this route, 504 a wait passed its deadline, 500 anything else (its traceback is in the controller's log).
 """
 
@@ -53,7 +53,8 @@ def _add_replica_routes(app: FastAPI, controller: Controller) -> None:
     async def register(request: Request) -> Response:
         message = wire.decode(await request.body(), messages.RegisterReplica)
         answer = await controller.parts.fleet.register(message.name, message.url, message.world_size)
-        controller.replica_registered()
+        if answer["state"] == "current":
+            controller.replica_registered()
         return _msgpack(answer)
 
     @app.post("/replicas/deregister")
@@ -68,11 +69,11 @@ def _add_actor_routes(app: FastAPI, controller: Controller) -> None:
 
     @contextmanager
     def actor_call() -> Iterator[None]:
-        controller.sign_of_life()
+        controller.actor_calls(+1)
         try:
             yield
         finally:
-            controller.sign_of_life()
+            controller.actor_calls(-1)
 
     @app.post("/batch")
     async def batch(request: Request) -> Response:
@@ -104,7 +105,6 @@ def _add_actor_routes(app: FastAPI, controller: Controller) -> None:
 
     @app.post("/done")
     async def done(request: Request) -> Response:
-        controller.sign_of_life()
         controller.actor_is_done(wire.decode(await request.body(), messages.RunDone).reason)
         return _msgpack({})
 
@@ -143,8 +143,8 @@ def _answer_with(status_code: int) -> Callable[[Request, Exception], Awaitable[R
 
 
 def _failure(status_code: int, text: str) -> Response:
-    body = wire.encode(messages.Failure(" ".join(text.split())))
-    return Response(body, status_code=status_code, media_type=MSGPACK)
+    body = msgspec.json.encode({"error": " ".join(text.split())})
+    return Response(body, status_code=status_code, media_type="application/json")
 
 
 def _msgpack(value: Any) -> Response:

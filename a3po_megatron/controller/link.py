@@ -30,7 +30,7 @@ class ControllerError(RuntimeError):
     """The controller refused, failed or is gone; one line that says which call and why."""
 
 
-class ControllerLink:
+class ActorLink:
     """One connection, kept open. Every call has a deadline and raises ControllerError when it passes."""
 
     def __init__(
@@ -121,6 +121,6 @@ class ControllerLink:
 
 def _reason(answer: httpx.Response) -> str:
     try:
-        return wire.decode(answer.content, messages.Failure).error
-    except msgspec.DecodeError:
+        return msgspec.json.decode(answer.content, type=dict[str, str])["error"]
+    except (msgspec.DecodeError, KeyError):
         return answer.text[:300]

@@ -64,7 +64,8 @@ class Controller:
         self.done_reason: str | None = None
         self._group_tasks: set[asyncio.Task[None]] = set()
         self._handed_out: tuple[int, Batch] | None = None  # (version, the batch that is trained at it)
-        self._actor_calls = 0  # starts and ends of the actor's calls: signs of life
+        self._actor_calls = 0  # in progress
+        self._actor_signs = 0  # of life: starts and ends of its calls
         self._started = time.monotonic()
         self._step_metrics = StepMetrics(self._started)
 
@@ -155,18 +156,19 @@ class Controller:
     async def _actor_done(self) -> None:
         """Waits for the actor's last call. Woken by each of its calls, which starts the deadline anew."""
         while self.done_reason is None:
-            calls = self._actor_calls
+            signs = self._actor_signs
             await self.changes.until(
-                lambda calls=calls: self._actor_calls != calls,  # type: ignore[misc]
-                self.config.actor_timeout_s,
+                lambda signs=signs: self._actor_signs != signs,  # type: ignore[misc]
+                None if self._actor_calls else self.config.actor_timeout_s,  # a call has its own deadline
                 lambda: f"the actor's next call at version {self.version}; the actor log says what it is doing",
             )
 
     # The actor's calls
 
-    def sign_of_life(self) -> None:
-        """A call of the actor began or ended."""
-        self._actor_calls += 1
+    def actor_calls(self, change: int) -> None:
+        """A call of the actor began (+1) or ended (-1)."""
+        self._actor_calls += change
+        self._actor_signs += 1
         self.changes.notify()
 
     async def next_batch(self, version: int) -> Batch | None:
@@ -262,6 +264,7 @@ class Controller:
     def actor_is_done(self, reason: str) -> None:
         """End the run: what still runs is cancelled, the live version is evaluated."""
         self.done_reason = reason
+        self._actor_signs += 1
         self.changes.notify()
 
     # For everybody

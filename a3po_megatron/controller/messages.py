@@ -54,9 +54,3 @@ class RunDone(msgspec.Struct, forbid_unknown_fields=True):
     """POST /done: the actor will not ask for another batch."""
 
     reason: str
-
-
-class Failure(msgspec.Struct):
-    """Answer of every route that refuses or fails."""
-
-    error: str

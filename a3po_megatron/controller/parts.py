@@ -40,6 +40,10 @@ class Fleet(Generator, Protocol):
         """Wait until every member has the weights, let them go on as `version`; return who `failed` and was dropped."""
         ...
 
+    async def aclose(self) -> None:
+        """Close the connections to the replicas."""
+        ...
+
 
 @dataclass(frozen=True)
 class Parts:

@@ -11,6 +11,7 @@ import numpy as np
 from a3po_megatron.config.schema import RewardConfig
 from a3po_megatron.records import Float32, Int32, Problem
 from a3po_megatron.reward.exact import exact_match
+from a3po_megatron.reward.numeric import numeric_reward
 
 RewardFunction = Callable[[Problem, Int32], float]
 Decoder = Callable[[Sequence[int]], str]
@@ -18,13 +19,9 @@ Decoder = Callable[[Sequence[int]], str]
 
 def build_reward(config: RewardConfig, decode: Decoder) -> RewardFunction:
     """Return the reward function that `config.kind` names; `decode` turns response ids into text where it is needed."""
-    del decode
-    return exact_match
-
-
-def on_text(reward: Callable[[Problem, str], float], decode: Decoder) -> RewardFunction:
-    """Return `reward`, which judges text, as a function of token ids."""
-    return lambda problem, response_ids: reward(problem, decode(response_ids.tolist()))
+    if config.kind == "exact":
+        return exact_match
+    return lambda problem, response_ids: numeric_reward(decode(response_ids.tolist()), problem.answer)
 
 
 def shuffled_rewards(rewards: Float32, seed: int, batch_index: int) -> Float32:
