@@ -9,7 +9,7 @@ TOKEN_VARIABLE = "A3PO_TOKEN"
 
 
 def read_run_token(run_dir: Path) -> str:
-    """Return the token from the environment (A3PO_TOKEN), else from `run_dir/token`. Raises UserError without either."""
+    """Return the token from the environment (A3PO_TOKEN), else from `run_dir/token`. UserError without either."""
     token = os.environ.get(TOKEN_VARIABLE, "").strip()
     path = run_dir / "token"
     if not token:
