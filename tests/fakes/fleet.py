@@ -1,7 +1,7 @@
-"""A fleet without servers: answers sums, one token at a time, under the version that is live when the token is drawn."""
+"""A fleet without servers: answers sums, one token at a time, under the version that is live when a token is drawn."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,8 @@ class FakeFleet:
         self.may_draw = asyncio.Event()
         self.may_draw.set()
         self.failure: Exception | None = None
-        self.stuck_after: int | None = None  # training responses hang after so many tokens
+        self.hold: Callable[[str], bool] = lambda request_id: False  # which responses stop after their first token
+        self.release = asyncio.Event()  # lets them go on
         self.needs_publication = False
         self.calls: list[str] = []
 
@@ -54,8 +55,8 @@ class FakeFleet:
             assert sampling.evaluation
             self.greedy_requests += 1
         for index, token in enumerate([*encode_text(str(int(a) + int(b) + error)), EOS_ID]):
-            if not sampling.evaluation and self.stuck_after is not None and index >= self.stuck_after:
-                await asyncio.Event().wait()
+            if index == 1 and self.hold(request_id):
+                await self.release.wait()
             await asyncio.sleep(self.token_s)
             await self.may_draw.wait()
             partial.token_ids.append(int(token))
