@@ -66,8 +66,8 @@ class Controller:
         self._handed_out: tuple[int, Batch] | None = None  # (version, the batch that is trained at it)
         self._actor_calls = 0  # in progress
         self._actor_signs = 0  # of life: starts and ends of its calls
-        self._started = time.monotonic()
-        self._step_metrics = StepMetrics(self._started)
+        self._first_batch_at: float | None = None
+        self._step_metrics = StepMetrics(time.monotonic())
 
     # Background
 
@@ -204,7 +204,9 @@ class Controller:
         groups = self.buffer.take()
         batch = batch_of(groups, None if reshuffle is None else lambda rewards: reshuffle(rewards, version))
         metrics = batch_metrics(batch, version, self.config.max_staleness, self.config.samples_per_prompt)
-        self._step_metrics.handed_out(time.monotonic(), metrics)
+        now = time.monotonic()
+        self._first_batch_at = self._first_batch_at or now
+        self._step_metrics.handed_out(now, metrics)
         self.parts.files.write_samples(batch, step=version)
         self.changes.notify()
         return batch
@@ -246,8 +248,11 @@ class Controller:
     async def report_step(self, report: StepReport) -> None:
         """Write the step's row: the actor's metrics, the controller's, the accuracy of the version that was trained.
 
-        Waits for the evaluation of that version if it is still in progress.
+        Waits for the evaluation of that version if it is still in progress. Raises Refused for any step but the one whose
+        batch was handed out last.
         """
+        if self._handed_out is None or self._handed_out[0] != report.version:
+            raise Refused(f"a report of step {report.step}: the batch of version {report.version} was not the last one")
         await self.changes.until(
             lambda: self.version != report.version or not self._evaluation_due(),
             self.config.evaluation_timeout_s,
@@ -259,7 +264,8 @@ class Controller:
             row["eval/accuracy_standard_error"] = self.evaluations[report.version].standard_error
         self.last_row = {**row, **report.metrics}
         self.parts.files.write_row(self.last_row)
-        self.parts.say(progress_line(self.last_row, self.num_steps, time.monotonic() - self._started))
+        assert self._first_batch_at is not None, "a batch was handed out"
+        self.parts.say(progress_line(self.last_row, self.num_steps, time.monotonic() - self._first_batch_at))
 
     def actor_is_done(self, reason: str) -> None:
         """End the run: what still runs is cancelled, the live version is evaluated."""

@@ -13,6 +13,8 @@ from a3po_megatron.controller.loop import Controller
 from a3po_megatron.errors import UserError
 
 GOODBYE_S = 2  # for answers that are on their way when the server ends
+# Longer than a training step: closing an idle connection just as the actor uses it again would look like a crash.
+KEEP_ALIVE_S = 86400
 
 
 class Stopped(Exception):
@@ -31,6 +33,7 @@ async def serve(controller: Controller, token: str, listener: socket.socket) -> 
             access_log=False,
             log_level="warning",
             timeout_graceful_shutdown=GOODBYE_S,
+            timeout_keep_alive=KEEP_ALIVE_S,
         )
     )
     got_signal: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -49,14 +50,14 @@ class PromptSource:
 
     def state(self) -> dict[str, Any]:
         """Return the cursor: plain values, for a snapshot."""
-        return {"index": self._index, "seed": self._seed, "fingerprint": self._fingerprint()}
+        return {"index": self._index, "seed": self._seed, "fingerprint": self._fingerprint}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken.
 
         Raises UserError if the problems or the seed are not those of the state: the cursor would then point elsewhere.
         """
-        expected = {"seed": self._seed, "fingerprint": self._fingerprint()}
+        expected = {"seed": self._seed, "fingerprint": self._fingerprint}
         for name, value in expected.items():
             if state[name] != value:
                 raise UserError(
@@ -65,6 +66,7 @@ class PromptSource:
                 )
         self._index = int(state["index"])
 
+    @cached_property
     def _fingerprint(self) -> str:
         digest = hashlib.blake2b(digest_size=8)
         for problem in self._problems:

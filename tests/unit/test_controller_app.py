@@ -92,6 +92,7 @@ def test_calls_that_do_not_fit_the_state_of_the_run_are_refused_with_one_line(tm
         manifest = {"names": ["w"], "dtypes": ["float32"], "shapes": [[1]], "world": 1}
         refused = [
             (await post(client, "/batch", version=1), "a batch for version 1: the fleet serves version 0"),
+            (await post(client, "/step", step=1, version=1, metrics={}), "the batch of version 1 was not the last one"),
             (await post(client, "/publish/finish", version=1, time_s=0.0, bytes=0), "which was not begun"),
             (
                 await post(client, "/publish/begin", version=2, **manifest),
