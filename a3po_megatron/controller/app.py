@@ -38,12 +38,29 @@ def create_app(controller: Controller, token: str) -> FastAPI:
 
     @app.get("/status")
     async def status() -> Response:
-        return Response(msgspec.json.encode(controller.status()), media_type="application/json")
+        return Response(msgspec.json.encode(status_of(controller)), media_type="application/json")
 
     for error_type, status_code in ERROR_STATUS.items():
         app.add_exception_handler(error_type, _answer_with(status_code))
     app.add_middleware(RequireToken, token=token)
     return app
+
+
+def status_of(controller: Controller) -> dict[str, Any]:
+    """Return the state of the run for people."""
+    return {
+        "version": controller.version,
+        "steps": controller.num_steps,
+        "schedule": controller.config.schedule,
+        "buffered_groups": len(controller.buffer),
+        "running_groups": len(controller.running),
+        "finished_groups": controller.accepted,
+        "publishing": controller.publishing,
+        "done": controller.done_reason,
+        "evaluations": list(controller.evaluations.values()),
+        "last_row": controller.last_row,
+        "fleet": controller.parts.fleet.status(),
+    }
 
 
 def _add_replica_routes(app: FastAPI, controller: Controller) -> None:

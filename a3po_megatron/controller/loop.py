@@ -20,8 +20,6 @@ import asyncio
 import time
 from typing import Any
 
-import msgspec
-
 from a3po_megatron.batching.buffer import GroupBuffer
 from a3po_megatron.config.schema import ControllerConfig
 from a3po_megatron.controller.admission import Admission
@@ -248,8 +246,8 @@ class Controller:
     async def report_step(self, report: StepReport) -> None:
         """Write the step's row: the actor's metrics, the controller's, the accuracy of the version that was trained.
 
-        Waits for the evaluation of that version if it is still in progress. Raises Refused for any step but the one whose
-        batch was handed out last.
+        Waits for the evaluation of that version if it is still in progress. Raises Refused for any step but that of the
+        batch that was handed out last.
         """
         if self._handed_out is None or self._handed_out[0] != report.version:
             raise Refused(f"a report of step {report.step}: the batch of version {report.version} was not the last one")
@@ -289,22 +287,6 @@ class Controller:
             tuple(self.buffer.items()),
             copy_unfinished(self.running.values()),
         )
-
-    def status(self) -> dict[str, Any]:
-        """Return the state of the run for people, as plain values."""
-        return {
-            "version": self.version,
-            "steps": self.num_steps,
-            "schedule": self.config.schedule,
-            "buffered_groups": len(self.buffer),
-            "running_groups": len(self.running),
-            "finished_groups": self.accepted,
-            "publishing": self.publishing,
-            "done": self.done_reason,
-            "evaluations": [msgspec.to_builtins(evaluation) for evaluation in self.evaluations.values()],
-            "last_row": self.last_row,
-            "fleet": self.parts.fleet.status(),
-        }
 
     def _capacity(self) -> int:
         return self.admission.capacity(self.version, self.accepted, len(self.running))
