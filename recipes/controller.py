@@ -1,13 +1,16 @@
-"""Run the controller: `python recipes/controller.py CONFIG.yaml [controller.port=8701 ...]`.
+"""The controller of a run: prompts, rewards, staleness, batches and evaluation between rollout fleet and actor.
 
-Prompts, rewards, staleness, batches and evaluation between the rollout fleet and the actor. Ends with exit code 0 when
-the actor is done, 2 for a wrong setting, file or row, 1 for anything else; the last line says why.
+    python -m recipes.controller CONFIG.yaml [controller.port=8701 ...]
+
+Ends with exit code 0 when the actor is done, 2 for a wrong setting, file or row, 1 for anything else; the last line
+says why.
 """
 
 import argparse
 import asyncio
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 from a3po_megatron.config.load import load_config
@@ -19,13 +22,13 @@ from a3po_megatron.errors import UserError, exit_on_user_error
 from a3po_megatron.run_token import read_run_token
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Parse, build, run; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="python -m recipes.controller", description=__doc__.splitlines()[0])
     parser.add_argument("config", help="YAML file of the run")
     parser.add_argument("overrides", nargs="*", help="settings such as controller.schedule=lockstep")
-    arguments = parser.parse_args()
-    config = load_config(TrainConfig, arguments.config, arguments.overrides)
+    options = parser.parse_args(arguments)
+    config = load_config(TrainConfig, options.config, options.overrides)
     check_controller(config)
     try:
         asyncio.run(run(config, read_run_token(Path(config.run.dir))))
@@ -53,4 +56,4 @@ async def run(config: TrainConfig, token: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_on_user_error(main))
+    sys.exit(exit_on_user_error(lambda: main(sys.argv[1:])))

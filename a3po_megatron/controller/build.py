@@ -20,7 +20,7 @@ from a3po_megatron.rollout.sampling import SamplingSettings, check_rollout
 def build_controller(config: TrainConfig, token: str) -> Controller:
     """Load the problems and put everything together, for settings that `check_controller` has passed.
 
-    Starts new files in the run's folder. Raises UserError for a file or row that is wrong.
+    Starts the files of the run's folder. Raises UserError for a file or row that is wrong, or another run's folder.
     """
     data = load_task(config.data, config.model)
     heldout = data.heldout[: config.controller.max_eval_problems]

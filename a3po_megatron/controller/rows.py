@@ -15,6 +15,7 @@ import numpy as np
 
 from a3po_megatron.batching.buffer import overdue_tokens, staleness
 from a3po_megatron.controller.evaluation import Evaluation
+from a3po_megatron.errors import UserError
 from a3po_megatron.records import Batch
 from a3po_megatron.reward.base import Decoder
 
@@ -55,13 +56,14 @@ class RunFiles:
     """Appends to the files of one run. Lines are complete JSON; numbers that are not finite become null."""
 
     def __init__(self, run_dir: Path, decode: Decoder, *, resume: bool) -> None:
-        """Unless `resume`, earlier rows of the same folder are replaced."""
+        """Raises UserError if the folder holds rows already and `resume` does not say that they are this run's."""
+        if not resume and (run_dir / "metrics.jsonl").exists():
+            raise UserError(f"run.dir={run_dir} already holds a run; name another, remove it, or set run.resume=true")
         self._dir = run_dir
         self._decode = decode
         (run_dir / "samples").mkdir(parents=True, exist_ok=True)
-        if not resume:
-            for name in ("metrics.jsonl", "evals.jsonl"):
-                (run_dir / name).write_bytes(b"")
+        for name in ("metrics.jsonl", "evals.jsonl"):
+            (run_dir / name).touch()
 
     def write_row(self, row: dict[str, Any]) -> None:
         """Append one training step."""

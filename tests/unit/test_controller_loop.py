@@ -72,8 +72,8 @@ def test_in_lockstep_two_runs_give_the_same_bytes_and_exactly_the_lag(tmp_path: 
 
 
 def test_another_seed_gives_other_samples(tmp_path: Path) -> None:
-    a = whole_run(make_controller(tmp_path, FakeFleet(), 2, schedule="lockstep", seed=0))
-    b = whole_run(make_controller(tmp_path, FakeFleet(), 2, schedule="lockstep", seed=1))
+    a = whole_run(make_controller(tmp_path / "a", FakeFleet(), 2, schedule="lockstep", seed=0))
+    b = whole_run(make_controller(tmp_path / "b", FakeFleet(), 2, schedule="lockstep", seed=1))
     assert as_bytes(a) != as_bytes(b)
 
 

@@ -16,7 +16,7 @@ from a3po_megatron.controller.loop import Controller
 from a3po_megatron.controller.messages import RegisterReplica, WeightManifest
 from a3po_megatron.controller.serve import Stopped, bind, serve
 from a3po_megatron.controller.waiting import first_cause
-from a3po_megatron.errors import UserError
+from a3po_megatron.errors import UserError, exit_on_user_error
 from recipes import controller as recipe
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.run import SMALL, TOKEN, make_controller
@@ -136,9 +136,8 @@ def test_a_link_with_a_wrong_token_is_refused(tmp_path: Path, port: int) -> None
         asyncio.run(main())
 
 
-def run_recipe(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr("sys.argv", ["controller.py", *arguments])
-    return recipe.exit_on_user_error(recipe.main)
+def run_recipe(*arguments: str) -> int:
+    return exit_on_user_error(lambda: recipe.main(arguments))
 
 
 @pytest.fixture
@@ -164,9 +163,9 @@ def config_file(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> s
     ],
 )
 def test_a_wrong_setting_is_one_line_and_exit_code_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config_file: str, override: str, line: str
+    capsys: pytest.CaptureFixture[str], config_file: str, override: str, line: str
 ) -> None:
-    assert run_recipe(monkeypatch, config_file, override) == 2
+    assert run_recipe(config_file, override) == 2
     error = capsys.readouterr().err
     assert line in error
     assert error.startswith("error: ")
@@ -177,14 +176,28 @@ def test_a_missing_token_is_exit_code_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config_file: str
 ) -> None:
     monkeypatch.delenv("A3PO_TOKEN")
-    assert run_recipe(monkeypatch, config_file) == 2
+    assert run_recipe(config_file) == 2
     assert "cannot read the run's token" in capsys.readouterr().err
 
 
 def test_a_run_without_a_replica_ends_with_exit_code_1_and_the_reason_on_the_last_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config_file: str
+    capsys: pytest.CaptureFixture[str], config_file: str
 ) -> None:
-    assert run_recipe(monkeypatch, config_file, "controller.first_replica_timeout_s=0.2") == 1
+    assert run_recipe(config_file, "controller.first_replica_timeout_s=0.2") == 1
     error = capsys.readouterr().err
     assert "Traceback" in error
     assert error.splitlines()[-1].startswith("error: TimeoutError: waited 0.2 s for the first rollout replica")
+
+
+def test_a_port_in_use_and_the_folder_of_another_run_are_exit_code_2_and_touch_nothing(
+    capsys: pytest.CaptureFixture[str], config_file: str, tmp_path: Path, port: int
+) -> None:
+    with socket.create_server(("127.0.0.1", port)):
+        assert run_recipe(config_file) == 2
+    assert f"controller.port={port}: cannot listen" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+    assert run_recipe(config_file) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == "{}\n"
