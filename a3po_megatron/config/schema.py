@@ -72,6 +72,52 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class RolloutConfig:
+    """The rollout fleet: vLLM servers of each node, how they sample, how they take new weights."""
+
+    num_servers: int = 1  # vLLM servers a node
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where the node has a GPU, else cpu
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    tensor_parallel: int = 1  # GPUs (or CPU ranks) a server
+    max_model_len: int = 512  # prompt and response tokens of one sequence; a longer request is refused
+    max_num_seqs: int = 64  # sequences a server runs at once; more wait inside the server
+    kv_cache_bytes: int = 67108864  # a server; 0: vLLM sizes it from `gpu_memory_utilization` (GPU only)
+    gpu_memory_utilization: float = 0.85  # share of a GPU that a server may take
+    enforce_eager: bool = True  # False: CUDA graphs
+    prefix_caching: bool = True  # prompts of a group are computed once; the cache never crosses a weight version
+    cpu_threads: int = 1  # OpenMP threads of a server on a CPU
+    host: str = "127.0.0.1"  # address the servers bind and are reached at; a private interface, never a public one
+    base_port: int = 0  # server i listens on base_port + i; 0: any free port
+
+    temperature: float = 1.0
+    max_response_tokens: int = 64
+    # Log-probabilities are exact only for the plain distribution: any other value of the next four is refused.
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stream_interval: int = 8  # tokens between two partial results of a request
+
+    kv_on_update: Literal["rebuild", "keep"] = "rebuild"  # of requests in flight when new weights arrive
+    bucket_bytes: int = 67108864  # largest piece of weights in one broadcast; a larger tensor travels alone
+
+    startup_timeout_s: float = 300.0  # until a started server has generated its first token
+    request_timeout_s: float = 600.0  # of one response, pauses included
+    control_timeout_s: float = 60.0  # of one control call (pause, resume, health...)
+    transfer_timeout_s: float = 300.0  # of joining the weight group, and of sending one version
+    controller_timeout_s: float = 120.0  # a supervisor that cannot reach the controller for so long stops
+    stop_timeout_s: float = 15.0  # between asking a server to end and killing it
+    heartbeat_s: float = 2.0  # between two looks at the servers and the controller
+    max_restarts: int = 3  # of one server within `restart_window_s`; one more ends the supervisor
+    restart_window_s: float = 600.0
+
+    @property
+    def publication_timeout_s(self) -> float:
+        """Longest time that new weights may take to arrive: joining the group, start, transfer."""
+        return self.control_timeout_s + 2 * self.transfer_timeout_s
+
+
+@dataclass(frozen=True)
 class ArithmeticTaskConfig:
     """Questions `a+b=` with 0 <= a, b <= max_operand; answers are digits and an end token."""
 
@@ -94,6 +140,15 @@ class PretrainConfig:
     batch_size: int = 128  # questions an optimizer step
     eval_every: int = 20  # steps between evaluations on held-out questions; 0: only at the end
     stop_at_accuracy: float = 1.0  # stop early once an evaluation reaches this
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Settings of asynchronous reinforcement learning, shared by all roles of one run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
 
 Config = PretrainConfig
