@@ -1,7 +1,7 @@
 """Serve the policy on this node: `python recipes/rollout.py CONFIG.yaml --controller URL [rollout.num_servers=2 ...]`.
 
-Starts the node's vLLM servers, keeps them alive and registers them with the controller. Ends with exit code 0 on SIGTERM,
-130 on Ctrl-C, 2 for a wrong setting, 1 when the node cannot serve; no server outlives it.
+Starts the node's vLLM servers, keeps them alive and registers them with the controller. Ends with exit code 0 on
+SIGTERM, 130 on Ctrl-C, 2 for a wrong setting, 1 when the node cannot serve; no server outlives it.
 """
 
 import argparse
@@ -60,7 +60,8 @@ def read_token(run_dir: Path) -> str:
         return token or (run_dir / "token").read_text().strip()
     except OSError as error:
         raise UserError(
-            f"{run_dir / 'token'}: cannot read the run's token ({error.strerror}); the launcher writes it, or set {TOKEN_VARIABLE}"
+            f"{run_dir / 'token'}: cannot read the run's token ({error.strerror}); "
+            f"the launcher writes it, or set {TOKEN_VARIABLE}"
         ) from None
 
 

@@ -57,21 +57,27 @@ def read_manifest(manifest: Mapping[str, Sequence[Any]]) -> tuple[TensorSpec, ..
     """Return the tensors that a message names. Raises ValueError when the lists do not describe a model."""
     names, dtypes, shapes = manifest["names"], manifest["dtypes"], manifest["shapes"]
     if not len(names) == len(dtypes) == len(shapes):
-        raise ValueError(f"manifest: {len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes; one of each a tensor")
+        raise ValueError(
+            f"manifest: {len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes; one of each a tensor"
+        )
     if not names:
         raise ValueError("manifest: no tensor is named; a publication sends the whole model")
     if len(set(names)) != len(names):
-        raise ValueError(f"manifest: a tensor is named twice: {sorted(name for name in set(names) if names.count(name) > 1)}")
+        raise ValueError(
+            f"manifest: a tensor is named twice: {sorted(name for name in set(names) if names.count(name) > 1)}"
+        )
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
         if dtype not in DTYPES:
             raise ValueError(f"manifest: {name} has dtype {dtype}; weights travel as {', '.join(DTYPES)}")
         if any(size < 0 for size in shape):
             raise ValueError(f"manifest: {name} has shape {list(shape)}; no size may be negative")
-    return tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in zip(names, dtypes, shapes, strict=True))
+    return tuple(
+        TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+    )
 
 
 def plan(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Cut `specs`, in order, into buckets of at most `bucket_bytes` bytes; a tensor larger than that has its own bucket."""
+    """Cut `specs`, in order, into buckets of at most `bucket_bytes` bytes; a tensor larger than that travels alone."""
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes={bucket_bytes}: must be at least 1")
     buckets: list[Bucket] = []
@@ -131,7 +137,9 @@ def check_trailer(received: torch.Tensor, checksum: int, version: int) -> None:
     """Raise ValueError when the sender's trailer names another checksum or version than this end has seen."""
     sent_checksum, sent_version = struct.unpack("<II", received.numpy().tobytes())
     if sent_checksum != checksum:
-        raise ValueError(f"weights of version {version} arrived damaged: crc32 {checksum:#010x}, sent {sent_checksum:#010x}")
+        raise ValueError(
+            f"weights of version {version} arrived damaged: crc32 {checksum:#010x}, sent {sent_checksum:#010x}"
+        )
     if sent_version != version:
         raise ValueError(f"expected weights of version {version}, the sender sent version {sent_version}")
 

@@ -1,6 +1,6 @@
 """Async client of ONE vLLM server: token ids in; token ids, log-probabilities and weight versions out; control calls.
 
-Imports neither torch nor vllm. Every call has a deadline and an error says which server, what was asked and why it failed.
+Imports neither torch nor vllm. Every call has a deadline; an error says which server, what was asked and why it failed.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class Generation:
 
 @dataclass
 class PartialGeneration:
-    """A response on its way, filled by `generate` as tokens arrive; a snapshot may copy it, and `generate` can go on from it.
+    """A response on its way, filled by `generate` as tokens arrive. A snapshot may copy it; `generate` can go on.
 
     A token's version is known exactly only when the response ends. Until then it is the version that was current before
     the token's piece was sent: never newer than the truth, at most `stream_interval` tokens a publication older.
@@ -80,10 +80,10 @@ class ReplicaClient:
     ) -> Generation:
         """Sample one response to `prompt_ids` and return it once it ends.
 
-        `partial` receives tokens as they arrive; when it holds tokens already, the response goes on after them, and they
-        are part of the result. `current_version` tells the fleet's version now (for labels of partial tokens, and so that
-        prompts cached under older weights are not reused). Raises UserError for settings that cannot give a true sample,
-        ReplicaError when this server cannot finish the response.
+        `partial` receives tokens as they arrive; when it holds tokens already, the response goes on after them, and
+        they are part of the result. `current_version` tells the fleet's version now (for labels of partial tokens, and
+        so that prompts cached under older weights are not reused). Raises UserError for settings that cannot give a
+        true sample, ReplicaError when this server cannot finish the response.
         """
         sampling.check()
         partial = PartialGeneration() if partial is None else partial
@@ -92,7 +92,7 @@ class ReplicaClient:
         if len(prompt) + sampling.max_tokens > self._config.max_model_len:
             raise UserError(
                 f"a prompt of {len(prompt)} tokens and a response of up to {sampling.max_tokens} exceed "
-                f"rollout.max_model_len={self._config.max_model_len}; raise it, or drop the prompt or shorten the response"
+                f"rollout.max_model_len={self._config.max_model_len}; raise it, drop the prompt or shorten the response"
             )
         body = self._request_body(prompt + partial.token_ids, sampling, done, request_id, current_version())
         what = f"a response of up to {sampling.max_tokens} tokens (request {request_id})"
@@ -110,7 +110,7 @@ class ReplicaClient:
     def _request_body(
         self, token_ids: list[int], sampling: SamplingSettings, done: int, request_id: str, version: int
     ) -> dict[str, Any]:
-        # A continuation draws from a stream of its own; the same seed would repeat the random numbers of its first part.
+        # A continuation has a stream of its own; the same seed would repeat the random numbers of the first part.
         seed = sampling.seed if sampling.seed is None or not done else (sampling.seed + 1_000_003 * done) % 2**31
         return {
             "model": MODEL_NAME,
@@ -146,7 +146,9 @@ class ReplicaClient:
                     tokens = choice.get("token_ids") or []
                     entries = (choice.get("logprobs") or {}).get("content") or []
                     if [entry["token_id"] for entry in entries] != tokens:
-                        raise ReplicaError(f"{self._who()}: {len(tokens)} tokens came with {len(entries)} log-probabilities")
+                        raise ReplicaError(
+                            f"{self._who()}: {len(tokens)} tokens came with {len(entries)} log-probabilities"
+                        )
                     partial.token_ids += tokens
                     partial.logprobs += [entry["logprob"] for entry in entries]
                     partial.versions += [version] * len(tokens)
@@ -161,14 +163,21 @@ class ReplicaClient:
         reason = ending["finish_reason"]
         if reason not in ("stop", "length"):
             raise ReplicaError(f"{self._who()}: the response ended with '{reason}' instead of 'stop' or 'length'")
-        if len(partial.token_ids) > sampling.max_tokens or (reason == "length" and len(partial.token_ids) < sampling.max_tokens):
+        if len(partial.token_ids) > sampling.max_tokens or (
+            reason == "length" and len(partial.token_ids) < sampling.max_tokens
+        ):
             raise ReplicaError(
-                f"{self._who()}: the response ended by '{reason}' with {len(partial.token_ids)} of {sampling.max_tokens} tokens"
+                f"{self._who()}: the response ended by '{reason}' with {len(partial.token_ids)} tokens, "
+                f"{sampling.max_tokens} were asked for"
             )
         if NO_LOGPROB in partial.logprobs:
             position = partial.logprobs.index(NO_LOGPROB)
-            raise ReplicaError(f"{self._who()}: no log-probability for token {position} of the response (NaN in the model?)")
-        partial.versions[done:] = spread_versions(ending.get("weight_versions"), len(partial.token_ids) - done, self._who())
+            raise ReplicaError(
+                f"{self._who()}: no log-probability for token {position} of the response (NaN in the model?)"
+            )
+        partial.versions[done:] = spread_versions(
+            ending.get("weight_versions"), len(partial.token_ids) - done, self._who()
+        )
         return Generation(
             token_ids=np.array(partial.token_ids, dtype=np.int32),
             logprobs=np.array(partial.logprobs, dtype=np.float32),
@@ -214,13 +223,17 @@ class ReplicaClient:
 
     async def finish_weight_update(self, version: int) -> None:
         """Complete the update; tokens drawn from now on carry `version`."""
-        await self._call("POST", "/finish_weight_update", "end of the weight update", json={"weight_version": str(version)})
+        await self._call(
+            "POST", "/finish_weight_update", "end of the weight update", json={"weight_version": str(version)}
+        )
 
     async def aclose(self) -> None:
         """Close all connections; the server aborts what they were waiting for."""
         await self._http.aclose()
 
-    async def _call(self, method: str, path: str, what: str, timeout_s: float | None = None, **request: Any) -> httpx.Response:
+    async def _call(
+        self, method: str, path: str, what: str, timeout_s: float | None = None, **request: Any
+    ) -> httpx.Response:
         timeout_s = self._config.control_timeout_s if timeout_s is None else timeout_s
         try:
             async with asyncio.timeout(timeout_s):

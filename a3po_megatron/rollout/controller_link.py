@@ -14,7 +14,9 @@ class ControllerRefused(RuntimeError):
 class ControllerLink:
     """HTTP with msgpack bodies and the run's token. Remembers since when the controller has been silent."""
 
-    def __init__(self, url: str, token: str, timeout_s: float, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(
+        self, url: str, token: str, timeout_s: float, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
         """`timeout_s` is the deadline of one call."""
         self.url = url
         self._silent_since: float | None = None
@@ -32,7 +34,7 @@ class ControllerLink:
         return 0.0 if self._silent_since is None else time.monotonic() - self._silent_since
 
     async def register(self, name: str, url: str, world_size: int) -> str | None:
-        """Announce a server that generates, or repeat it as a heartbeat. Returns the reason if the controller dropped it.
+        """Announce a server that generates, or repeat it as a heartbeat. Returns why, if the controller dropped it.
 
         Raises httpx.TransportError when the controller cannot be reached, ControllerRefused when it refuses.
         """

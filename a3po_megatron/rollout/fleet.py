@@ -1,7 +1,7 @@
 """The controller's view of its replicas: who is there, who answers the next request, how new weights reach them all.
 
     supervisor --register--> [behind] --publication--> [current] <--generate-- controller
-                                 any failed call -----> [fenced]  (its supervisor sees that, restarts it under a new name)
+                                 any failed call -----> [fenced]  (its supervisor restarts it, under a new name)
 
 A publication, in order:
     begin   pause every replica -> in the background: (join the group, when membership changed) -> start -> receive
@@ -91,8 +91,8 @@ class Fleet:
     async def register(self, name: str, url: str, world_size: int) -> dict[str, str]:
         """Add a server that has proved it generates; repeat it as a heartbeat. Returns {state, reason}.
 
-        `state` is `current`, `behind` (has the initial weights, gets the current ones at the next publication) or `fenced`
-        (was dropped for `reason`: restart it and register under a new name).
+        `state` is `current`, `behind` (has the initial weights, gets the current ones at the next publication) or
+        `fenced` (was dropped for `reason`: restart it and register under a new name).
         """
         if name in self._fenced:
             return {"state": "fenced", "reason": self._fenced[name]}
@@ -128,9 +128,9 @@ class Fleet:
     ) -> Generation:
         """Sample one response on the least loaded replica and return it.
 
-        A replica that fails is dropped and the response goes on, after the tokens it has, on another one. Waits while no
-        replica may answer. Raises UserError for settings that cannot give true samples, ReplicaError when the request is
-        refused or `request_timeout_s` passes.
+        A replica that fails is dropped and the response goes on, after the tokens it has, on another one. Waits while
+        no replica may answer. Raises UserError for settings that cannot give true samples, ReplicaError when the
+        request is refused or `request_timeout_s` passes.
         """
         partial = PartialGeneration() if partial is None else partial
         deadline = time.monotonic() + self._config.request_timeout_s
@@ -139,7 +139,9 @@ class Fleet:
             replica = await self._least_loaded(deadline, request_id)
             attempt += 1
             replica.running += 1
-            call = replica.client.generate(prompt_ids, sampling, f"{request_id}.{attempt}", lambda: self._version, partial)
+            call = replica.client.generate(
+                prompt_ids, sampling, f"{request_id}.{attempt}", lambda: self._version, partial
+            )
             try:
                 return await _unless(replica.failed, call, f"replica {replica.client.name} was dropped")
             except RequestRefused:
@@ -154,20 +156,21 @@ class Fleet:
     async def begin_publication(self, version: int, manifest: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         """Pause the fleet and let it receive `version` in the background. Returns where the actor joins and sends.
 
-        `manifest`: names, dtypes and shapes of all tensors in sending order. The answer: epoch (same as last time: reuse
-        the group), rendezvous {store, world_size, rank}, members (names), bucket_bytes. Waits for a replica when there is
-        none. Raises PublicationError when none comes within `startup_timeout_s` or a publication is under way.
+        `manifest`: names, dtypes and shapes of all tensors in sending order. The answer: epoch (same as last time:
+        reuse the group), rendezvous {store, world_size, rank}, members (names), bucket_bytes. Waits for a replica when
+        there is none. Raises PublicationError when none comes within `startup_timeout_s` or a publication is under way.
         """
         async with self._publication_lock:
             if self._publication is not None:
-                raise PublicationError(f"version {version}: the publication of version {self._publication.version} is not finished")
+                raise PublicationError(
+                    f"version {version}: the publication of version {self._publication.version} is not finished"
+                )
             members: list[Replica] = []
             while not members:
                 await self._wait_for_any(version)
                 members = list(self._replicas.values())
-                rebuild = self._config.kv_on_update == "rebuild"
-                failed = await self._on_each(members, lambda replica: replica.client.pause(rebuild))
-                members = [replica for replica in members if replica.client.name not in failed]
+                await self._on_each(members, self._pause)
+                members = [replica for replica in members if self._is_member(replica)]
             names = tuple(replica.client.name for replica in members)
             joins = names != self._joined
             if joins:
@@ -184,7 +187,7 @@ class Fleet:
             }
 
     async def finish_publication(self, version: int) -> dict[str, Any]:
-        """Wait until the members have received `version`, make it current and resume. Returns {version, members, failed}.
+        """Wait until the members have `version`, make it current and resume. Returns {version, members, failed}.
 
         `failed` maps members that were dropped to reasons. Raises PublicationError when no member has the new weights.
         """
@@ -209,14 +212,16 @@ class Fleet:
                 self._publication = None
             await self._notify()
             if not members:
-                raise PublicationError(f"version {version} reached no replica: {'; '.join(failed.values()) or 'all were dropped'}")
+                raise PublicationError(
+                    f"version {version} reached no replica: {'; '.join(failed.values()) or 'all were dropped'}"
+                )
             names = tuple(replica.client.name for replica in members)
             if len(members) == len(publication.members):
                 self._joined = names
             return {"version": version, "members": list(names), "failed": failed}
 
     def status(self) -> dict[str, Any]:
-        """Return what a person wants to see: version, epoch, and each replica's url, state and load; fenced with reasons."""
+        """Return what a person wants to see: version, epoch, each replica's url, state and load, the fenced and why."""
         return {
             "version": self._version,
             "epoch": self._epoch,
@@ -240,13 +245,18 @@ class Fleet:
     ) -> dict[str, str]:
         update = {"version": version, "bucket_bytes": self._config.bucket_bytes, **manifest}
         timeout_s = self._config.transfer_timeout_s
-        first_ranks = {}
+        first_ranks, next_rank = {}, 1
         for replica in members:
-            first_ranks[replica.client.name] = 1 + sum(other.world_size for other in members[: len(first_ranks)])
+            first_ranks[replica.client.name] = next_rank
+            next_rank += replica.world_size
 
         async def receive(replica: Replica) -> None:
             if joins:
-                join = {"store": str(self._store), "first_rank": first_ranks[replica.client.name], "world_size": world_size}
+                join = {
+                    "store": str(self._store),
+                    "first_rank": first_ranks[replica.client.name],
+                    "world_size": world_size,
+                }
                 join |= {"timeout_s": timeout_s, "host": self._config.host}
                 # A little longer than the group's own deadline, so that its error, which says more, comes first.
                 await replica.client.join_weight_group(join, timeout_s + self._config.control_timeout_s)
@@ -254,6 +264,9 @@ class Fleet:
             await replica.client.update_weights(update, timeout_s + self._config.control_timeout_s)
 
         return await self._on_each(members, receive)
+
+    async def _pause(self, replica: Replica) -> None:
+        await replica.client.pause(rebuild_kv=self._config.kv_on_update == "rebuild")
 
     async def _on_each(self, members: Sequence[Replica], call: Callable[[Replica], Awaitable[None]]) -> dict[str, str]:
         """Do `call` on all members at once; drop those that fail and return their reasons by name."""
@@ -274,10 +287,11 @@ class Fleet:
 
         try:
             async with asyncio.timeout(deadline - time.monotonic()), self._changed:
-                await self._changed.wait_for(candidates)
+                await self._changed.wait_for(lambda: bool(candidates()))
         except TimeoutError:
             raise ReplicaError(
-                f"request {request_id} waited {self._config.request_timeout_s:g} s; no replica with version {self._version} is there"
+                f"request {request_id} waited {self._config.request_timeout_s:g} s: "
+                f"no replica with version {self._version} is there"
             ) from None
         return min(candidates(), key=lambda replica: replica.running)
 
@@ -285,7 +299,7 @@ class Fleet:
         timeout_s = self._config.startup_timeout_s
         try:
             async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(lambda: self._replicas)
+                await self._changed.wait_for(lambda: bool(self._replicas))
         except TimeoutError:
             raise PublicationError(f"version {version} waited {timeout_s:g} s for a replica; none registered") from None
 

@@ -1,7 +1,7 @@
 """ASGI middleware, loaded into every vLLM server, that refuses all requests without the run's token.
 
-vLLM's own `--api-key` guards only a few prefixes; its control routes (pause, weights, `/collective_rpc`) would stay open to
-anybody who reaches the port.
+vLLM's own `--api-key` guards only a few prefixes; its control routes (pause, weights, `/collective_rpc`) would stay
+open to anybody who reaches the port.
 """
 
 import hmac
@@ -25,7 +25,9 @@ class RequireToken:
     def __init__(self, app: App) -> None:
         token = os.environ.get(TOKEN_VARIABLE, "")
         if not token:
-            raise RuntimeError(f"environment variable {TOKEN_VARIABLE} is empty: a server without the run's token is not started")
+            raise RuntimeError(
+                f"environment variable {TOKEN_VARIABLE} is empty: a server without the run's token is not started"
+            )
         self._app = app
         self._expected = f"Bearer {token}".encode()
         orphan_watch.start_if_asked()

@@ -89,6 +89,10 @@ def check_rollout(config: RolloutConfig) -> None:
             f"rollout.max_response_tokens={config.max_response_tokens}"
         )
     if not 0 < config.gpu_memory_utilization <= 1:
-        raise UserError(f"rollout.gpu_memory_utilization={config.gpu_memory_utilization}: a share above 0 and at most 1")
+        raise UserError(
+            f"rollout.gpu_memory_utilization={config.gpu_memory_utilization}: a share above 0 and at most 1"
+        )
     if config.host in ("", "0.0.0.0", "::"):
-        raise UserError(f"rollout.host={config.host or '(empty)'}: it would open the servers to every network; name one address")
+        raise UserError(
+            f"rollout.host={config.host or '(empty)'}: it would open the servers to every network; name one address"
+        )

@@ -63,7 +63,8 @@ class Server:
             except ReplicaError as error:
                 if time.monotonic() > deadline:
                     raise ServerFailed(
-                        f"server {self.name} was not ready within {config.startup_timeout_s:g} s ({error}): {self.last_words()}"
+                        f"server {self.name} was not ready within {config.startup_timeout_s:g} s ({error}): "
+                        f"{self.last_words()}"
                     ) from None
             await asyncio.sleep(POLL_S)
         try:
@@ -96,7 +97,7 @@ class Server:
 
 
 def choose_port(config: RolloutConfig, slot: int) -> int:
-    """Return the port of server number `slot`: the configured one, or any free one. Raises UserError when it is taken."""
+    """Return the port of server number `slot`: the configured one, or any free one. Raises UserError if it is taken."""
     port = config.base_port + slot if config.base_port else 0
     with socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

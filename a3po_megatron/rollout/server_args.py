@@ -85,7 +85,7 @@ def server_environment(
 
 
 def choose_device(config: RolloutConfig) -> str:
-    """Return `cpu` or `cuda` for this node, without importing torch. Raises UserError when a GPU is asked for but absent."""
+    """Return `cpu` or `cuda` for this node, without importing torch. Raises UserError for a GPU that is not there."""
     has_gpu = Path("/dev/nvidiactl").exists()
     if config.device == "cuda" and not has_gpu:
         raise UserError("rollout.device=cuda: this node has no NVIDIA GPU; use rollout.device=cpu or auto")

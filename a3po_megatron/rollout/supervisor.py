@@ -1,10 +1,10 @@
 """Keeps the vLLM servers of one node alive and the controller informed.
 
 Each slot goes round by itself:
-    start -> ready (it has generated) -> register -> watch ... dead, or dropped by the controller -> deregister -> end -> start
+    start -> ready (it has generated) -> register -> watch ... dead, or dropped by the controller -> end it -> start
 
-The supervisor itself ends when it is asked to, when a slot had to restart too often, or when the controller is gone. However
-it ends, its servers end first.
+The supervisor itself ends when it is asked to, when a slot had to restart too often, or when the controller is gone.
+However it ends, its servers end first.
 """
 
 import asyncio
@@ -18,7 +18,6 @@ from typing import Any
 import httpx
 
 from a3po_megatron.config.schema import RolloutConfig
-from a3po_megatron.errors import UserError
 from a3po_megatron.rollout.client import ReplicaClient, ReplicaError
 from a3po_megatron.rollout.controller_link import ControllerLink, ControllerRefused
 from a3po_megatron.rollout.server import Server, ServerFailed, choose_port
@@ -56,7 +55,7 @@ class Supervisor:
         self._stop_signal: signal.Signals | None = None
 
     async def run(self) -> signal.Signals:
-        """Serve until SIGTERM or SIGINT comes, which is returned. Raises SupervisorFailed or UserError; no server is left."""
+        """Serve until SIGTERM or SIGINT and return which. Raises SupervisorFailed or UserError. Leaves no server."""
         loop = asyncio.get_running_loop()
         work = asyncio.create_task(self._serve())
 
@@ -98,8 +97,9 @@ class Supervisor:
                 failures.popleft()
             if len(failures) > self._config.max_restarts:
                 raise SupervisorFailed(
-                    f"server {slot} of {self._node} failed {len(failures)} times within {self._config.restart_window_s:g} s "
-                    f"(rollout.max_restarts={self._config.max_restarts}); the last time: {reason}"
+                    f"server {slot} of {self._node} failed {len(failures)} times within "
+                    f"{self._config.restart_window_s:g} s (rollout.max_restarts={self._config.max_restarts}); "
+                    f"the last time: {reason}"
                 )
             self._say(f"server {slot}: {reason}; starting it again ({len(failures)} of {self._config.max_restarts})")
 
@@ -108,7 +108,11 @@ class Supervisor:
         config = self._config
         port = choose_port(config, slot)
         host = f"[{config.host}]" if ":" in config.host else config.host
-        gpus = tuple(range(slot * config.tensor_parallel, (slot + 1) * config.tensor_parallel)) if self._device == "cuda" else ()
+        gpus = (
+            tuple(range(slot * config.tensor_parallel, (slot + 1) * config.tensor_parallel))
+            if self._device == "cuda"
+            else ()
+        )
         started = time.monotonic()
         server = Server(
             name,
@@ -120,7 +124,10 @@ class Supervisor:
         client = ReplicaClient(name, server.url, self._token, config)
         try:
             world_size = await server.wait_ready(client, config)
-            self._say(f"server {slot} ({name}, process {server.pid}) generates at {server.url} after {time.monotonic() - started:.1f} s")
+            self._say(
+                f"server {slot} ({name}, process {server.pid}) generates at {server.url} "
+                f"after {time.monotonic() - started:.1f} s"
+            )
             return await self._watch(server, client, world_size)
         except ServerFailed as error:
             return str(error)
@@ -129,7 +136,7 @@ class Supervisor:
             await _to_the_end(server.stop(config.stop_timeout_s))
 
     async def _watch(self, server: Server, client: ReplicaClient, world_size: int) -> str:
-        """Register the server and repeat that as a heartbeat until it dies or the controller drops it; return the reason."""
+        """Register the server, again as a heartbeat, until it dies or the controller drops it; return the reason."""
         while True:
             reason = await self._illness(server, client)
             if reason is not None:
@@ -148,7 +155,7 @@ class Supervisor:
         return None
 
     async def _tell_controller(self, call: Awaitable[str | None]) -> str | None:
-        """Await one message to the controller. An unreachable controller is an error only after `controller_timeout_s`."""
+        """Await one message to the controller. A silent controller is an error only after `controller_timeout_s`."""
         try:
             return await call
         except ControllerRefused as error:
@@ -158,7 +165,8 @@ class Supervisor:
             if silence > self._config.controller_timeout_s:
                 raise SupervisorFailed(
                     f"controller at {self._controller.url} has not answered for {silence:.0f} s "
-                    f"(rollout.controller_timeout_s={self._config.controller_timeout_s:g}): {type(error).__name__} {error}"
+                    f"(rollout.controller_timeout_s={self._config.controller_timeout_s:g}): "
+                    f"{type(error).__name__} {error}"
                 ) from error
             return None
 

@@ -6,6 +6,7 @@ The group of one membership is used for many publications; a new membership meet
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,17 +20,18 @@ class TransferGroup:
 
     def __init__(self, store: str | Path, rank: int, world_size: int, timeout_s: float, host: str) -> None:
         """Join as `rank` and wait for the others. `host`: this machine's address on the interface to use."""
-        options = ProcessGroupGloo.Options()
+        options: Any = ProcessGroupGloo._Options()  # torch's stubs know neither these options nor `broadcast`
         options._timeout = timedelta(seconds=timeout_s)
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
         self._world_size = world_size
         self._store = dist.FileStore(str(store), world_size)
         self._store.set_timeout(timedelta(seconds=timeout_s))
         try:
-            self._group: ProcessGroupGloo | None = ProcessGroupGloo(self._store, rank, world_size, options)
+            self._group: Any = ProcessGroupGloo(self._store, rank, world_size, options)
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {rank} waited up to {timeout_s:g} s for {world_size - 1} other members of the weight group: {error}"
+                f"rank {rank} waited up to {timeout_s:g} s for the {world_size - 1} other members of the weight group: "
+                f"{error}"
             ) from error
 
     def broadcast(self, flat: torch.Tensor, what: str) -> None:

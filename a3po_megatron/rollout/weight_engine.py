@@ -1,9 +1,9 @@
 """How a vLLM worker takes new weights: our gloo engine behind vLLM's weight-transfer routes. Runs inside vLLM only.
 
-vLLM imports this module because `--worker-extension-cls` names `WorkerExtension`; the import registers the engine, which
-`--weight-transfer-config` then picks. The order of calls is vLLM's: init (once a membership), then for each version
-start, update, finish, with generation paused around them. After a failed call the model may hold a mixture of versions:
-the fleet drops the replica and its supervisor restarts it.
+vLLM imports this module because `--worker-extension-cls` names `WorkerExtension`; the import registers the engine,
+which `--weight-transfer-config` then picks. The order of calls is vLLM's: init (once a membership), then for each
+version start, update, finish, with generation paused around them. After a failed call the model may hold a mixture of
+versions: the fleet drops the replica and its supervisor restarts it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -62,7 +62,7 @@ class GlooWeightEngine(WeightTransferEngine[JoinInfo, VersionInfo]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict) -> None:
-        """Receive and load one version. Raises ValueError or RuntimeError; then the group is left, so that others fail too."""
+        """Receive and load one version. On any error leave the group, so that the other members fail at once too."""
         try:
             self.receive_weights(self.parse_update_info(update_info))
         except BaseException:
@@ -72,7 +72,7 @@ class GlooWeightEngine(WeightTransferEngine[JoinInfo, VersionInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: VersionInfo) -> None:
-        """Receive every bucket of the version, load it, then check the checksum, the version and that nothing is missing."""
+        """Receive and load every bucket, then check the checksum, the version and that nothing is missing."""
         specs = buckets.read_manifest(
             {"names": update_info.names, "dtypes": update_info.dtypes, "shapes": update_info.shapes}
         )
@@ -125,7 +125,9 @@ def check_fused_parts(names: Sequence[str], fused: dict[str, list[str]]) -> None
                 siblings = [".".join([*segments[:position], other, *segments[position + 1 :]]) for other in parts]
                 lacking = [sibling for sibling in siblings if sibling not in present]
                 if lacking:
-                    raise ValueError(f"the manifest names {name} without {', '.join(lacking)}: they are one fused layer")
+                    raise ValueError(
+                        f"the manifest names {name} without {', '.join(lacking)}: they are one fused layer"
+                    )
 
 
 class WorkerExtension:

@@ -18,7 +18,7 @@ class WeightSender:
     """
 
     def __init__(self, store: str | Path, world_size: int, timeout_s: float, host: str = "127.0.0.1") -> None:
-        """Join the group that meets at `store` and wait for the replicas' workers. Raises RuntimeError at the deadline."""
+        """Join the group that meets at `store` and wait for the replicas' workers. RuntimeError at the deadline."""
         self._group = TransferGroup(store, SENDER_RANK, world_size, timeout_s, host)
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
