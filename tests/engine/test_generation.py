@@ -116,9 +116,7 @@ def test_a_wrong_token_and_an_impossible_request_are_named(live):
         with pytest.raises(UserError, match=r"prompt of 5000 tokens .* rollout.max_model_len=4096"):
             await live.client().generate([5] * 5000, sampling(), "long")
         # vLLM itself would die of it.
-        with pytest.raises(
-            UserError, match=r"request odd: token id 96 of the prompt is not in the .* vocabulary of 96"
-        ):
+        with pytest.raises(UserError, match=r"request odd: token id 96 .* vocabulary of 96"):
             await live.client().generate([5, 96], sampling(), "odd")
 
     asyncio.run(run())
