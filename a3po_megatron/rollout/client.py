@@ -56,11 +56,19 @@ class ReplicaClient:
     """Talks to the server at `url` with the run's `token`. Close with `aclose`."""
 
     def __init__(
-        self, name: str, url: str, token: str, config: RolloutConfig, transport: httpx.AsyncBaseTransport | None = None
+        self,
+        name: str,
+        url: str,
+        token: str,
+        config: RolloutConfig,
+        vocab_size: int | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        """`vocab_size`: of the model, to refuse prompts outside it, which would end the server. None: unknown."""
         self.name = name
         self.url = url
         self._config = config
+        self._vocab_size = vocab_size
         self._http = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {token}"},
@@ -93,6 +101,13 @@ class ReplicaClient:
             raise UserError(
                 f"a prompt of {len(prompt)} tokens and a response of up to {sampling.max_tokens} exceed "
                 f"rollout.max_model_len={self._config.max_model_len}; raise it, drop the prompt or shorten the response"
+            )
+        # Without a tokenizer vLLM does not look at token ids: a bad one would end its engine.
+        stranger = next((t for t in prompt if t < 0 or (self._vocab_size is not None and t >= self._vocab_size)), None)
+        if stranger is not None:
+            raise UserError(
+                f"request {request_id}: token id {stranger} of the prompt is not in the model's vocabulary of "
+                f"{self._vocab_size}; use the tokenizer of the model's folder"
             )
         body = self._request_body(prompt + partial.token_ids, sampling, done, request_id, current_version())
         what = f"a response of up to {sampling.max_tokens} tokens (request {request_id})"

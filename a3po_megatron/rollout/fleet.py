@@ -26,6 +26,7 @@ from a3po_megatron.rollout.client import Generation, PartialGeneration, ReplicaC
 from a3po_megatron.rollout.sampling import SamplingSettings
 
 MAX_FENCED_REMEMBERED = 100
+MAX_ATTEMPTS = 3  # replicas that may fail under one request before the request itself is the suspect
 
 
 class PublicationError(RuntimeError):
@@ -59,9 +60,14 @@ class Fleet:
         token: str,
         rendezvous_dir: Path,
         version: int = 0,
+        vocab_size: int | None = None,
         make_transport: Callable[[str], httpx.AsyncBaseTransport] | None = None,
     ) -> None:
-        """`version`: the weights in the servers' model folder. `make_transport`: url -> transport, for tests."""
+        """`version`: that of the weights in the servers' model folder. `vocab_size`: to refuse prompts outside it.
+
+        `make_transport`: url -> transport, for tests.
+        """
+        self._vocab_size = vocab_size
         self._config = config
         self._token = token
         self._rendezvous_dir = rendezvous_dir
@@ -100,7 +106,7 @@ class Fleet:
             transport = self._make_transport(url) if self._make_transport else None
             up_to_date = self._version == self._initial_version and self._publication is None
             self._replicas[name] = Replica(
-                client=ReplicaClient(name, url, self._token, self._config, transport),
+                client=ReplicaClient(name, url, self._token, self._config, self._vocab_size, transport),
                 world_size=world_size,
                 state="current" if up_to_date else "behind",
             )
@@ -130,7 +136,7 @@ class Fleet:
 
         A replica that fails is dropped and the response goes on, after the tokens it has, on another one. Waits while
         no replica may answer. Raises UserError for settings that cannot give true samples, ReplicaError when the
-        request is refused or `request_timeout_s` passes.
+        request is refused, fails on three replicas, or takes longer than `request_timeout_s`.
         """
         partial = PartialGeneration() if partial is None else partial
         deadline = time.monotonic() + self._config.request_timeout_s
@@ -147,9 +153,9 @@ class Fleet:
             except RequestRefused:
                 raise
             except ReplicaError as error:
-                if time.monotonic() >= deadline:
-                    raise
                 await self.deregister(replica.client.name, str(error))
+                if attempt == MAX_ATTEMPTS or time.monotonic() >= deadline:
+                    raise ReplicaError(f"request {request_id} failed on {attempt} replicas: {error}") from error
             finally:
                 replica.running -= 1
 
@@ -325,7 +331,8 @@ async def _unless[T](failed: asyncio.Event, call: Awaitable[T], reason: str) -> 
     watch = asyncio.ensure_future(failed.wait())
     try:
         await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
+        # A client that is closed under a call lets it fail in many ways; all of them mean that the replica was dropped.
+        if failed.is_set() and (not work.done() or work.exception() is not None):
             raise ReplicaError(reason)
         return work.result()
     finally:

@@ -20,14 +20,15 @@ class TransferGroup:
 
     def __init__(self, store: str | Path, rank: int, world_size: int, timeout_s: float, host: str) -> None:
         """Join as `rank` and wait for the others. `host`: this machine's address on the interface to use."""
-        options: Any = ProcessGroupGloo._Options()  # torch's stubs know neither these options nor `broadcast`
+        gloo: Any = ProcessGroupGloo  # torch's stubs know neither its options nor its collectives
+        options = gloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
-        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        options._devices = [gloo.create_device(hostname=host)]
         self._world_size = world_size
         self._store = dist.FileStore(str(store), world_size)
         self._store.set_timeout(timedelta(seconds=timeout_s))
         try:
-            self._group: Any = ProcessGroupGloo(self._store, rank, world_size, options)
+            self._group: Any = gloo(self._store, rank, world_size, options)
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {rank} waited up to {timeout_s:g} s for the {world_size - 1} other members of the weight group: "

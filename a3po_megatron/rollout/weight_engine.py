@@ -6,10 +6,12 @@ version start, update, finish, with generation paused around them. After a faile
 versions: the fleet drops the replica and its supervisor restarts it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from vllm.config import VllmConfig, WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -17,6 +19,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from a3po_megatron.rollout import buckets
 from a3po_megatron.rollout.server_args import WEIGHT_BACKEND
 from a3po_megatron.rollout.transfer_group import TransferGroup
+from a3po_megatron.rollout.weight_receiver import receive_tensors
 
 
 @dataclass
@@ -46,7 +49,16 @@ class GlooWeightEngine(WeightTransferEngine[JoinInfo, VersionInfo]):
 
     init_info_cls = JoinInfo
     update_info_cls = VersionInfo
-    _group: TransferGroup | None = None
+
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
+    ) -> None:
+        """vLLM makes the engine once the model is loaded."""
+        super().__init__(config, vllm_config, device, model)
+        self._group: TransferGroup | None = None
+        # Loading leaves no trace of a parameter that was forgotten, so remember what there is to load.
+        self._parameters = {name for name, _ in model.named_parameters()}
+        self._tied_layers = tied_layers(model)
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         """Join the group of a new membership; the old group is left first."""
@@ -57,8 +69,6 @@ class GlooWeightEngine(WeightTransferEngine[JoinInfo, VersionInfo]):
 
     def start_weight_update(self) -> None:
         """Put every layer back into the state in which it can be loaded."""
-        # Loading leaves no trace of a parameter that was forgotten, so remember what there is to load.
-        self._parameters = {name for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict) -> None:
@@ -73,40 +83,44 @@ class GlooWeightEngine(WeightTransferEngine[JoinInfo, VersionInfo]):
 
     def receive_weights(self, update_info: VersionInfo) -> None:
         """Receive and load every bucket, then check the checksum, the version and that nothing is missing."""
+        if self._group is None:
+            raise RuntimeError(f"version {update_info.version} was announced before this worker joined a weight group")
         specs = buckets.read_manifest(
             {"names": update_info.names, "dtypes": update_info.dtypes, "shapes": update_info.shapes}
         )
         check_fused_parts(update_info.names, getattr(self.model, "packed_modules_mapping", {}))
-        loaded = self.model.load_weights(self._receive(specs, update_info.version, update_info.bucket_bytes))
+        loaded = self.model.load_weights(
+            receive_tensors(self._group, specs, update_info.version, update_info.bucket_bytes)
+        )
         missing = self._parameters - set(loaded)
         if missing:
             raise ValueError(f"version {update_info.version} lacks weights for {', '.join(sorted(missing))}")
 
-    def _receive(
-        self, specs: Sequence[buckets.TensorSpec], version: int, bucket_bytes: int
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._group is None:
-            raise RuntimeError(f"version {version} was announced before this worker joined a weight group")
-        plan, checksum = buckets.plan(specs, bucket_bytes), 0
-        for index, bucket in enumerate(plan):
-            # A fresh buffer each time: a half loaded layer still refers to the tensors of earlier buckets.
-            flat = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-            self._group.broadcast(flat, f"receiving bucket {index + 1} of {len(plan)} of version {version}")
-            checksum = buckets.add_to_checksum(checksum, flat)
-            yield from buckets.unpack(bucket, flat)
-        trailer = torch.empty(buckets.TRAILER_BYTES, dtype=torch.uint8)
-        self._group.broadcast(trailer, f"receiving the checksum of version {version}")
-        buckets.check_trailer(trailer, checksum, version)
-
     def finish_weight_update(self) -> None:
         """Bring every layer into the form that the kernels use."""
         finalize_layerwise_reload(self.model, self.model_config)
+        # vLLM skips a layer that loads nothing itself. A tied head got its weights through the embedding, but the
+        # packed copy that CPU kernels use would stay that of the old version.
+        for layer in self._tied_layers:
+            method: Any = layer.quant_method
+            method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
         """Leave the weight group."""
         if self._group is not None:
             self._group.close()
             self._group = None
+
+
+def tied_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the layers whose weight is that of an earlier layer, such as a head tied to the embedding."""
+    owners: dict[int, torch.nn.Module] = {}
+    tied = []
+    for layer in model.modules():
+        for parameter in layer.parameters(recurse=False):
+            if owners.setdefault(id(parameter), layer) is not layer:
+                tied.append(layer)
+    return tied
 
 
 def check_fused_parts(names: Sequence[str], fused: dict[str, list[str]]) -> None:
