@@ -188,15 +188,33 @@ class PretrainConfig:
 
 
 @dataclass(frozen=True)
+class AlgorithmConfig:
+    """The objective: which proximal policy, and where ratios are clipped and weights capped. See docs and `objective/`."""
+
+    # loglinear: A-3PO, interpolated between behaviour and current policy; recompute: an extra forward pass a batch;
+    # behavior: the behaviour policy itself (PPO on stale data); sync: the same, on data of staleness 0 only
+    method: Literal["loglinear", "recompute", "sync", "behavior"] = "loglinear"
+    fresh_anchor: Literal["behavior", "target"] = "behavior"  # of loglinear: the proximal policy of tokens of staleness 0
+    num_minibatches: int = 4  # optimizer steps a batch
+    clip_low: float = 0.2  # the ratio to the proximal policy is clipped to [1 - clip_low, 1 + clip_high]
+    clip_high: float = 0.2
+    behavior_weight_cap: float = 5.0  # largest pi_prox / pi_behav that weighs a token; 0: no cap
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Settings of asynchronous reinforcement learning, shared by all roles of one run."""
 
+    recipe: Literal["train"] = "train"
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     controller: ControllerConfig = field(default_factory=ControllerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
 
 
-Config = PretrainConfig
+Config = PretrainConfig | TrainConfig
