@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m recipes.controller", description=__doc__.splitlines()[0])
     parser.add_argument("config", help="YAML file of the run")
     parser.add_argument("overrides", nargs="*", help="settings such as controller.schedule=lockstep")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     config = load_config(TrainConfig, options.config, options.overrides)
     check_controller(config)
     try:

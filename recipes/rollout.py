@@ -6,7 +6,6 @@ SIGTERM, 130 on Ctrl-C, 2 for a wrong setting, 1 when the node cannot serve; no 
 
 import argparse
 import asyncio
-import os
 import signal
 import socket
 import sys
@@ -14,12 +13,12 @@ from pathlib import Path
 
 from a3po_megatron.config.load import load_config
 from a3po_megatron.config.schema import TrainConfig
-from a3po_megatron.errors import UserError, exit_on_user_error
+from a3po_megatron.errors import exit_on_user_error
 from a3po_megatron.rollout.controller_link import ControllerLink
-from a3po_megatron.rollout.middleware import TOKEN_VARIABLE
 from a3po_megatron.rollout.sampling import check_rollout
 from a3po_megatron.rollout.server_args import choose_device
 from a3po_megatron.rollout.supervisor import Supervisor, SupervisorFailed
+from a3po_megatron.run_token import read_run_token
 
 
 def main() -> int:
@@ -29,11 +28,11 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="settings such as rollout.num_servers=2")
     parser.add_argument("--controller", required=True, metavar="URL", help="for example http://127.0.0.1:8500")
     parser.add_argument("--node", default=socket.gethostname(), help="name of this node, unique in the run")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     config = load_config(TrainConfig, arguments.config, arguments.overrides)
     check_rollout(config.rollout)
     run_dir = Path(config.run.dir)
-    token = read_token(run_dir)
+    token = read_run_token(run_dir)
     supervisor = Supervisor(
         config.rollout,
         model_path=config.model.path,
@@ -51,18 +50,6 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
     return 0 if number == signal.SIGTERM else 128 + number
-
-
-def read_token(run_dir: Path) -> str:
-    """Return the run's token from the environment or the run's folder. Raises UserError when there is none."""
-    token = os.environ.get(TOKEN_VARIABLE, "")
-    try:
-        return token or (run_dir / "token").read_text().strip()
-    except OSError as error:
-        raise UserError(
-            f"{run_dir / 'token'}: cannot read the run's token ({error.strerror}); "
-            f"the launcher writes it, or set {TOKEN_VARIABLE}"
-        ) from None
 
 
 if __name__ == "__main__":

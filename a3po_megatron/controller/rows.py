@@ -57,13 +57,14 @@ class RunFiles:
 
     def __init__(self, run_dir: Path, decode: Decoder, *, resume: bool) -> None:
         """Raises UserError if the folder holds rows already and `resume` does not say that they are this run's."""
-        if not resume and (run_dir / "metrics.jsonl").exists():
+        rows = run_dir / "metrics.jsonl"
+        if not resume and rows.exists() and rows.stat().st_size:
             raise UserError(f"run.dir={run_dir} already holds a run; name another, remove it, or set run.resume=true")
         self._dir = run_dir
         self._decode = decode
         (run_dir / "samples").mkdir(parents=True, exist_ok=True)
         for name in ("metrics.jsonl", "evals.jsonl"):
-            (run_dir / name).touch()
+            (run_dir / name).open("ab" if resume else "wb").close()  # what a run without a step left is overwritten
 
     def write_row(self, row: dict[str, Any]) -> None:
         """Append one training step."""

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from a3po_megatron.config.schema import RolloutConfig
@@ -83,12 +84,12 @@ class Server:
 
     async def stop(self, timeout_s: float) -> None:
         """Ask the whole process group to end, kill it after `timeout_s`, and remove shared memory it left."""
-        shared = _shared_memory_of(group_members(self.pid))
+        shared = shared_memory_of(group_members(self.pid))
         _signal_group(self.pid, signal.SIGTERM)
         deadline = time.monotonic() + timeout_s
         while self._process.poll() is None or group_members(self.pid):
             if time.monotonic() > deadline:
-                shared |= _shared_memory_of(group_members(self.pid))
+                shared |= shared_memory_of(group_members(self.pid))
                 _signal_group(self.pid, signal.SIGKILL)
                 deadline = float("inf")
             await asyncio.sleep(POLL_S / 4)
@@ -133,7 +134,7 @@ def _signal_group(group: int, number: signal.Signals) -> None:
         return  # all of it has ended
 
 
-def _shared_memory_of(processes: list[int]) -> set[Path]:
+def shared_memory_of(processes: Iterable[int]) -> set[Path]:
     """Return the files in shared memory that these processes have mapped and nobody removes when they are killed."""
     paths = set()
     for process in processes:

@@ -15,6 +15,7 @@ from a3po_megatron.rollout.orphan_watch import SUPERVISOR_VARIABLE
 MODEL_NAME = "policy"  # what requests call the served model
 WEIGHT_BACKEND = "a3po_gloo"  # under which `weight_engine` registers itself
 MIDDLEWARE = "a3po_megatron.rollout.middleware.RequireToken"
+CPU_BATCHED_TOKENS = 4096  # of one engine step, so that many short prompts are read at once
 WORKER_EXTENSION = "a3po_megatron.rollout.weight_engine.WorkerExtension"
 
 
@@ -46,9 +47,19 @@ def server_command(config: RolloutConfig, model_path: str, device: str, port: in
         raise UserError("rollout.kv_cache_bytes=0 on a CPU: name a size in bytes, for example 67108864")
     if device == "cuda":
         command += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
-    elif config.tensor_parallel > 1:
-        command += ["--distributed-executor-backend", "mp"]
+    else:
+        command += _cpu_options(config)
     return command
+
+
+def _cpu_options(config: RolloutConfig) -> list[str]:
+    """Return the options of a server on a CPU."""
+    # vLLM 0.32 rewinds a seeded request's generator when its prompt is read in pieces, which a CPU generator cannot: the
+    # engine would die ("CPU Generator does not use offset"). So a prompt, or what is read again after new weights, is
+    # always read whole, which needs room for the longest.
+    tokens = max(CPU_BATCHED_TOKENS, config.max_model_len, config.max_num_seqs)
+    options = ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(tokens)]
+    return [*options, "--distributed-executor-backend", "mp"] if config.tensor_parallel > 1 else options
 
 
 def server_environment(

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -106,6 +107,34 @@ def test_one_group_serves_many_publications_and_every_tensor_changes(live):
     for result in results:
         expected = reference_logprobs(live.models[result.versions[0]], PROMPTS[0], result.token_ids.tolist(), 1.0)
         np.testing.assert_allclose(result.logprobs, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_seeded_responses_longer_together_than_one_engine_step_survive_new_weights(live):
+    """Rebuilt, their 4,200 tokens are more than a step of 4,096 holds; cut in two, a seeded one would end the engine."""
+
+    async def run() -> list[Generation]:
+        ready = await live.fleet(kv_on_update="rebuild")
+        partials = [PartialGeneration() for _ in PROMPTS]
+        calls = [
+            asyncio.create_task(
+                ready.fleet.generate(prompt, replace(SAMPLING, seed=i, max_tokens=4000), f"seeded-{i}", partial)
+            )
+            for i, (prompt, partial) in enumerate(zip(PROMPTS, partials, strict=True))
+        ]
+        while any(len(partial.token_ids) < 1400 for partial in partials):
+            await asyncio.sleep(0.005)
+        await ready.publish(make_model(live.version + 401))
+        results = await asyncio.gather(*calls)
+        await ready.fleet.aclose()
+        return results
+
+    first = live.version
+    for prompt, result in zip(PROMPTS, asyncio.run(run()), strict=True):
+        assert sorted(set(result.versions)) == [first, first + 1]
+        for version in set(result.versions):
+            here = result.versions == version
+            expected = reference_logprobs(live.models[version], prompt, result.token_ids.tolist(), 1.0)
+            np.testing.assert_allclose(result.logprobs[here], expected[here], atol=TOLERANCE, rtol=0)
 
 
 class DamagingSender(WeightSender):

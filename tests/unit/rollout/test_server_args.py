@@ -48,6 +48,15 @@ def test_servers_of_a_gpu_node_share_no_gpu(model):
     assert value_of(command, "--gpu-memory-utilization") == "0.85"
 
 
+@pytest.mark.parametrize("max_model_len", [16, 9000])
+def test_a_cpu_server_never_reads_a_prompt_in_pieces(model, max_model_len):
+    """vLLM 0.32 dies of a seeded request whose prompt is cut: a CPU's random generator cannot be rewound."""
+    command = server_command(RolloutConfig(max_model_len=max_model_len), model, "cpu", 1, 0)
+    assert "--no-enable-chunked-prefill" in command
+    assert int(value_of(command, "--max-num-batched-tokens")) >= max_model_len
+    assert "--no-enable-chunked-prefill" not in server_command(RolloutConfig(), model, "cuda", 1, 0)
+
+
 def test_a_folder_without_a_model_is_named(tmp_path):
     with pytest.raises(UserError, match=r"model.path=.*no config.json"):
         server_command(RolloutConfig(), str(tmp_path), "cpu", 1, 0)
