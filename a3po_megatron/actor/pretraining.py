@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from a3po_megatron.actor.actor import Actor, StepReport
 from a3po_megatron.actor.checkpoint import load_checkpoint, save_checkpoint
-from a3po_megatron.actor.hf_folder import write_hf_folder
+from a3po_megatron.actor.export import export_hf_folder
 from a3po_megatron.batching.packing import TokenSequence
 from a3po_megatron.checkpoint_folder import newest_complete
 from a3po_megatron.config.load import save_run_record
@@ -84,17 +84,6 @@ def greedy_accuracy(actor: Actor, sequences: Sequence[TokenSequence]) -> float:
     return actor.add_up(right) / len(sequences)
 
 
-def export_hf_folder(actor: Actor, source: Path, destination: Path) -> None:
-    """Write the current weights with config and tokenizer from `source`. Collective; rank 0 writes."""
-    stream = actor.export_weights()
-    if dist.get_rank() == 0:
-        write_hf_folder(stream, source, destination)
-    else:
-        for _ in stream:
-            pass
-    dist.barrier()
-
-
 def _resume(actor: Actor, folder: Path) -> int:
     newest = newest_complete(folder / "checkpoints")
     assert newest is not None, "recipes/pretrain.py has checked it"
@@ -114,7 +103,9 @@ class RunLog:
 
         save_run_record(self.config, self.folder)
         self.rows = self.folder / "metrics.jsonl"
-        kept = [line for line in self.rows.read_text().splitlines() if json.loads(line)["step"] <= first] if first else []
+        kept = (
+            [line for line in self.rows.read_text().splitlines() if json.loads(line)["step"] <= first] if first else []
+        )
         self.rows.write_text("".join(line + "\n" for line in kept))
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
         self.progress = Progress(*columns, TimeRemainingColumn(), transient=True)

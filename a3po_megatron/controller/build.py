@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from a3po_megatron.config.model_shape import read_model_shape
 from a3po_megatron.config.schema import ControllerConfig, RolloutConfig, TrainConfig
 from a3po_megatron.controller.loop import Controller
 from a3po_megatron.controller.parts import Parts
@@ -26,12 +27,13 @@ def build_controller(config: TrainConfig, token: str) -> Controller:
     heldout = data.heldout[: config.controller.max_eval_problems]
     check_lengths([*data.train, *heldout], config.rollout)
     run_dir = Path(config.run.dir)
+    vocab_size = read_model_shape(config.model.path).vocab_size
 
     def reshuffle(rewards: Float32, batch_index: int) -> Float32:
         return shuffled_rewards(rewards, config.run.seed, batch_index)
 
     parts = Parts(
-        fleet=Fleet(config.rollout, token, run_dir / "rendezvous"),
+        fleet=Fleet(config.rollout, token, run_dir / "rendezvous", vocab_size=vocab_size),
         source=PromptSource(data.train, config.run.seed),
         heldout=heldout,
         reward=build_reward(config.reward, data.decode_answer),

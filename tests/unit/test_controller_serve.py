@@ -23,6 +23,8 @@ from tests.fakes.run import SMALL, TOKEN, make_controller
 
 pytestmark = pytest.mark.timeout(60)
 
+MODEL = Path(__file__).parents[2] / "configs/models/arithmetic_qwen3"
+
 
 @pytest.fixture
 def port() -> int:
@@ -144,7 +146,9 @@ def run_recipe(*arguments: str) -> int:
 def config_file(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("A3PO_TOKEN", TOKEN)
     path = tmp_path / "config.yaml"
-    path.write_text(f"run: {{dir: {tmp_path / 'run'}, num_steps: 2}}\ncontroller: {{port: {port}}}\n")
+    path.write_text(
+        f"run: {{dir: {tmp_path / 'run'}, num_steps: 2}}\nmodel: {{path: {MODEL}}}\ncontroller: {{port: {port}}}\n"
+    )
     return str(path)
 
 
