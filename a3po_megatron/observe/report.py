@@ -29,6 +29,11 @@ class Report:
         values = [row[key] for row in self.rows if row.get(key) is not None]
         return statistics.fmean(values) if values else None
 
+    def median(self, key: str) -> float | None:
+        """Return the median of a column over the steps that have it."""
+        values = [row[key] for row in self.rows if row.get(key) is not None]
+        return statistics.median(values) if values else None
+
     def largest(self, key: str) -> float | None:
         """Return the largest value of a column."""
         return max((row[key] for row in self.rows if row.get(key) is not None), default=None)
@@ -48,7 +53,8 @@ class Report:
         return [
             *lines,
             ("steps", f"{len(self.rows)}"),
-            ("time of all steps", _number(self.total("time/row_s"), "{:.0f} s")),
+            ("time, start of the engines included", _number(self.total("time/row_s"), "{:.0f} s")),
+            ("time of a step, median", _number(self.median("time/row_s"), "{:.2f} s")),
             ("reward, mean of first and last 5 steps", self._reward()),
             ("staleness, mean", _number(self.average("staleness/mean"), "{:.2f} versions")),
             ("staleness, max", _number(self.largest("staleness/max"), "{:.0f} versions")),
@@ -58,7 +64,7 @@ class Report:
                 "generation running while the actor trains",
                 _number(self.average("rollout/generating_while_training"), "{:.0%} of the time"),
             ),
-            ("tokens generated a second, mean", _number(self.average("rollout/tokens_per_s"), "{:.0f}")),
+            ("response tokens a second, mean of the steps", _number(self.average("rollout/tokens_per_s"), "{:.0f}")),
             (
                 "log-probabilities, actor against vLLM, max difference",
                 _number(self.largest("parity/logprob_max_abs"), "{:.1e}"),
