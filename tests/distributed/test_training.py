@@ -71,7 +71,7 @@ def make_batch(model: PreTrainedModel, version: int, shift: float = 0.4) -> Batc
 
 
 def reference_row(trainer: OracleTrainer, batch: Batch, version: int, settings: AlgorithmConfig) -> dict[str, float]:
-    """Train the batch in plain autograd, sequence by sequence, by the equations of the paper; return means over steps."""
+    """Train the batch in plain autograd, sequence by sequence, with the paper's equations; return means over steps."""
     model = trainer.model
     whole = training_batch(batch, version, MAX_STALENESS)
     with torch.no_grad():
