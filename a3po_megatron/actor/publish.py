@@ -70,7 +70,9 @@ class Publisher:
 
     def _begin(self, version: int) -> dict[str, Any]:
         assert self._link is not None
-        plan = self._link.begin_publication(WeightManifest(version=version, **manifest_of(self._specs)))
+        lists = manifest_of(self._specs)
+        manifest = WeightManifest(version, lists["names"], lists["dtypes"], lists["shapes"])
+        plan = self._link.begin_publication(manifest)
         if plan["epoch"] != self._epoch:
             self.close()
             rendezvous = plan["rendezvous"]

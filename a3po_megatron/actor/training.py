@@ -3,8 +3,8 @@
     rank 0    controller --batch--> tell all ranks --> N minibatches --> gather, send weights --> report --> controller
     others                  (wait) --------------> --> N minibatches --> gather             --> (wait)
 
-Waits for the controller, at most `controller.batch_timeout_s` for a batch; woken by rank 0. A batch trained at version k
-starts from weights k, and weights k + 1 are published after its last minibatch.
+Waits for the controller, at most `controller.batch_timeout_s` for a batch; woken by rank 0. A batch trained at version
+k starts from weights k, and weights k + 1 are published after its last minibatch.
 """
 
 import time

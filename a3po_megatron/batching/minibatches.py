@@ -28,8 +28,8 @@ class TrainingBatch:
 def training_batch(batch: Batch, version: int, max_staleness: int) -> TrainingBatch:
     """Return the batch as sequences whose arrays are aligned token by token (the packer shifts them, once).
 
-    Trainable are the response tokens, but not those older than `max_staleness` versions. Example at version 8 with a bound of
-    1, for prompt [4, 5] and response [6, 7] sampled by versions [6, 8] with advantage 0.5:
+    Trainable are the response tokens, but not those older than `max_staleness` versions. Example at version 8 with a
+    bound of 1, for prompt [4, 5] and response [6, 7] sampled by versions [6, 8] with advantage 0.5:
 
         tokens 4 5 6 7    staleness 0 0 2 0    trainable 0 0 0 1    advantages 0 0 .5 .5
     """
@@ -54,8 +54,8 @@ def split_minibatches(
 def with_proximal(sequence: TokenSequence, logprobs: NDArray[np.float32] | None) -> TokenSequence:
     """Return the sequence with the field `proximal_logprobs`, from the [n-1] log-probs of its tokens but the first.
 
-    None where this rank will not compute the loss of the sequence. NaN stands for what is not known, so that a loss that
-    uses it by mistake stops the run.
+    None where this rank will not compute the loss of the sequence. NaN stands for what is not known, so that a loss
+    that uses it by mistake stops the run.
     """
     values = np.full(len(sequence.tokens), np.nan, np.float32)
     if logprobs is not None:

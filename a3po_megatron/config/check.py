@@ -35,7 +35,10 @@ def check_pretrain(config: PretrainConfig, shape: ModelShape) -> None:
 
 
 def check_train(config: TrainConfig, shape: ModelShape) -> None:
-    """Check every setting of a reinforcement learning run against the others and the model's shape. Raises UserError."""
+    """Check every setting of a reinforcement learning run against the others and the model's shape.
+
+    Raises UserError for the first that is wrong.
+    """
     # The controller's and the rollout's rooms keep the checks of their sections, and import `config` themselves.
     from a3po_megatron.controller.build import check_controller
 
@@ -55,7 +58,7 @@ def check_train(config: TrainConfig, shape: ModelShape) -> None:
     if config.actor.world_size > 1 and config.actor.timeout_s < config.rollout.transfer_timeout_s:
         raise UserError(
             f"actor.timeout_s={config.actor.timeout_s} is below rollout.transfer_timeout_s="
-            f"{config.rollout.transfer_timeout_s}: the other ranks wait while rank 0 sends weights; make it at least equal"
+            f"{config.rollout.transfer_timeout_s}: the other ranks wait while rank 0 sends weights; make it as long"
         )
 
 
@@ -131,8 +134,8 @@ def _check_method(config: TrainConfig) -> None:
     synchronous = controller.schedule == "lockstep" and controller.max_staleness == 0
     if algorithm.method == "sync" and not synchronous:
         raise UserError(
-            f"algorithm.method=sync needs controller.schedule=lockstep and controller.max_staleness=0 "
-            f"(now {controller.schedule} and {controller.max_staleness}); for PPO on stale data use algorithm.method=behavior"
+            "algorithm.method=sync needs controller.schedule=lockstep and controller.max_staleness=0 (now "
+            f"{controller.schedule} and {controller.max_staleness}); for PPO on stale data use algorithm.method=behavior"
         )
     num_samples = controller.prompts_per_batch * controller.samples_per_prompt
     if num_samples < algorithm.num_minibatches:
@@ -146,13 +149,13 @@ def _check_method(config: TrainConfig) -> None:
 def _check_same_model(config: TrainConfig, shape: ModelShape) -> None:
     if config.model.init == "random":
         raise UserError(
-            "model.init=random: the rollout servers load the weights of model.path, so the actor must start from them too; "
+            "model.init=random: the rollout servers load the weights of model.path, so the actor must start from them; "
             "use model.init=pretrained (recipes/pretrain.py writes a folder from random weights)"
         )
     if config.rollout.dtype != config.actor.dtype:
         raise UserError(
-            f"rollout.dtype={config.rollout.dtype} differs from actor.dtype={config.actor.dtype}: fresh log-probabilities "
-            "would differ between the two from the start; use the same for both"
+            f"rollout.dtype={config.rollout.dtype} differs from actor.dtype={config.actor.dtype}: log-probabilities of "
+            "fresh tokens would differ between the two from the start; use the same for both"
         )
     tp = config.rollout.tensor_parallel
     if shape.num_attention_heads % tp:
