@@ -54,8 +54,8 @@ def server_command(config: RolloutConfig, model_path: str, device: str, port: in
 
 def _cpu_options(config: RolloutConfig) -> list[str]:
     """Return the options of a server on a CPU."""
-    # vLLM 0.32 rewinds a seeded request's generator when its prompt is read in pieces, which a CPU generator cannot: its
-    # engine dies ("CPU Generator does not use offset"). So a prompt, or what is read again after new weights, is
+    # vLLM 0.32 rewinds a seeded request's generator when its prompt is read in pieces, which a CPU generator cannot:
+    # its engine dies ("CPU Generator does not use offset"). So a prompt, or what is read again after new weights, is
     # always read whole, which needs room for the longest.
     tokens = max(CPU_BATCHED_TOKENS, config.max_model_len, config.max_num_seqs)
     options = ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(tokens)]

@@ -110,7 +110,7 @@ def test_one_group_serves_many_publications_and_every_tensor_changes(live):
 
 
 def test_seeded_responses_longer_together_than_one_engine_step_survive_new_weights(live):
-    """Rebuilt, their 4,200 tokens are more than a step of 4,096 holds; cut in two, a seeded one would end the engine."""
+    """Rebuilt, their 4,200 tokens are more than the 4,096 of a step; a seeded one, cut in two, would end the engine."""
 
     async def run() -> list[Generation]:
         ready = await live.fleet(kv_on_update="rebuild")

@@ -16,6 +16,8 @@ from typing import Any
 
 import psutil
 
+from a3po_megatron.rollout.server import shared_memory_of
+
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 240.0  # of a start or a run on a busy machine; a run takes about 40 s on an idle one
 SMALL = (
@@ -55,14 +57,15 @@ class Finished:
 class Running:
     """A run in progress: a launcher, its roles, and all that these started. A context that leaves nothing running."""
 
-    def __init__(self, folder: Path, model: Path, *overrides: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, deadline_s: float = DEADLINE_S) -> None:
+        """`arguments` are those of run_local.py; its `run.dir` must be `folder`."""
         self.folder = folder
-        self._shared_before = set(os.listdir("/dev/shm"))
+        self._deadline_s = deadline_s
+        self.shared_memory: set[Path] = set()
         self._screen = folder.with_suffix(".out")
-        command = [sys.executable, "recipes/run_local.py", "configs/demo.yaml", f"run.dir={folder}"]
         with self._screen.open("wb") as output:
             self.launcher = subprocess.Popen(
-                [*command, f"model.path={model}", *SMALL, *overrides],
+                [sys.executable, "recipes/run_local.py", *arguments],
                 cwd=ROOT,
                 env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
                 stdout=output,
@@ -87,7 +90,7 @@ class Running:
         return Finished(self.folder, self.launcher.wait(), self._screen.read_text())
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + self._deadline_s
         while not condition():
             assert time.monotonic() < deadline, self._screen.read_text()
             self._look()
@@ -103,6 +106,10 @@ class Running:
         (found,) = [process for process in children if f"recipes.{name}" in process.cmdline()]
         return found
 
+    def has_process(self, name: str) -> bool:
+        """Whether a process of the run has a name that starts like this."""
+        return any(_is_alive(process) and process.name().startswith(name) for process in self._look())
+
     def interrupt(self) -> None:
         """Press Ctrl-C."""
         self.launcher.send_signal(signal.SIGINT)
@@ -111,7 +118,7 @@ class Running:
         """Check that no process, port or shared memory of the run outlived it."""
         left = [process for process in self.family if _is_alive(process)]
         assert not left, left
-        assert set(os.listdir("/dev/shm")) <= self._shared_before
+        assert not [path for path in self.shared_memory if path.exists()]
         for port in self._ports():
             with socket.socket() as probe:
                 assert probe.connect_ex(("127.0.0.1", port)) != 0, f"port {port} is still open"
@@ -128,12 +135,18 @@ class Running:
         """Remember every process of the run that is there now."""
         if self.launcher.poll() is None:
             self.family |= set(psutil.Process(self.launcher.pid).children(recursive=True))
+            self.shared_memory |= shared_memory_of(process.pid for process in self.family)
         return self.family
 
 
+def start(folder: Path, model: Path, *overrides: str) -> Running:
+    """Start a small run."""
+    return Running(folder, "configs/demo.yaml", f"run.dir={folder}", f"model.path={model}", *SMALL, *overrides)
+
+
 def run(folder: Path, model: Path, *overrides: str) -> Finished:
-    """Run to the end."""
-    with Running(folder, model, *overrides) as running:
+    """Run a small run to the end."""
+    with start(folder, model, *overrides) as running:
         finished = running.finish()
         assert finished.exit_code == 0, finished.output
         assert running.nothing_is_left()

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from tests.system.runs import Running
+from tests.system.runs import start
 
 pytestmark = pytest.mark.timeout(400)
 LONG = "run.num_steps=500"
@@ -12,8 +12,9 @@ LONG = "run.num_steps=500"
 
 @pytest.mark.parametrize("name", ["actor", "rollout", "controller"])
 def test_a_killed_role_ends_the_run(tmp_path, model, name):
-    with Running(tmp_path / "run", model, LONG) as running:
+    with start(tmp_path / "run", model, LONG) as running:
         running.wait_for_steps(1)
+        assert running.shared_memory, "vLLM's processes share some, else this test sees nothing"
         running.role(name).kill()
         finished = running.finish()
         assert finished.exit_code == 1
@@ -22,8 +23,8 @@ def test_a_killed_role_ends_the_run(tmp_path, model, name):
 
 
 def test_ctrl_c_ends_the_run(tmp_path, model):
-    with Running(tmp_path / "run", model, LONG) as running:
-        running.wait_until(lambda: any("EngineCore" in process.name() for process in list(running.family)))
+    with start(tmp_path / "run", model, LONG) as running:
+        running.wait_until(lambda: running.has_process("VLLM::Engine"))  # in the middle of the start
         running.interrupt()
         finished = running.finish()
         assert finished.exit_code == 130
@@ -34,7 +35,7 @@ def test_ctrl_c_ends_the_run(tmp_path, model):
 def test_a_port_in_use_is_told_before_anything_starts(tmp_path, model):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with Running(tmp_path / "run", model, f"controller.port={port}") as running:
+        with start(tmp_path / "run", model, f"controller.port={port}") as running:
             finished = running.finish()
             assert finished.exit_code == 2
             assert finished.output.startswith(f"error: controller.port={port}: cannot listen on 127.0.0.1:{port}: ")
@@ -45,7 +46,7 @@ def test_a_port_in_use_is_told_before_anything_starts(tmp_path, model):
 def test_an_unreadable_data_file_is_told_in_one_line(tmp_path, model):
     missing = tmp_path / "train.jsonl"
     task = ("data.task=gsm8k", "reward.kind=numeric", f"data.train_file={missing}", f"data.heldout_file={missing}")
-    with Running(tmp_path / "run", model, *task) as running:
+    with start(tmp_path / "run", model, *task) as running:
         finished = running.finish()
         assert finished.exit_code == 2
         assert finished.last_line() == f"error: {missing}: cannot read the GSM8K file: No such file or directory"
@@ -56,7 +57,7 @@ def test_the_folder_of_another_run_is_left_alone(tmp_path, model):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("{}\n")
-    with Running(folder, model) as running:
+    with start(folder, model) as running:
         finished = running.finish()
     assert finished.exit_code == 2
     assert "already holds a run" in finished.last_line()
