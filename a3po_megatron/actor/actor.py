@@ -108,7 +108,9 @@ class Actor:
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor) of the current weights in model order, on every rank."""
         if self.settings.overlap_param_gather:
-            for chunk in self.chunks:  # the gather of the last step's parameters is otherwise left to the next forward pass
+            for (
+                chunk
+            ) in self.chunks:  # the gather of the last step's parameters is otherwise left to the next forward pass
                 chunk.start_param_sync(force_sync=True)
         return export_weights(self.models, self.shape, self.place)
 

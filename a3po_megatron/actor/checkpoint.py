@@ -17,6 +17,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import StrictHandling
+from torch.distributed.checkpoint.api import CheckpointException
 
 from a3po_megatron.actor import parallel
 from a3po_megatron.actor.actor import Actor
@@ -63,7 +64,7 @@ def load_checkpoint(actor: Actor, folder: Path) -> int:
         state = dist_checkpointing.load(
             _state(actor, is_loading=True, step=0), str(folder), strict=StrictHandling.RAISE_ALL
         )
-    except (CheckpointingException, torch.distributed.checkpoint.CheckpointException, OSError, RuntimeError) as error:
+    except (CheckpointingException, CheckpointException, OSError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"{folder}: the checkpoint cannot be read or does not fit the model: {reason}") from error
     for name, chunk in zip(_chunk_names(actor), actor.models, strict=True):

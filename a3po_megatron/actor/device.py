@@ -44,7 +44,9 @@ def choose_device(actor: ActorConfig) -> torch.device:
         return torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if local_rank >= gpus:
-        raise UserError(f"actor.device={actor.device}: local rank {local_rank} has no GPU, torch finds {gpus} on this machine")
+        raise UserError(
+            f"actor.device={actor.device}: local rank {local_rank} has no GPU, torch finds {gpus} on this machine"
+        )
     return torch.device("cuda", local_rank)
 
 

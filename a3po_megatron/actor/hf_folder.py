@@ -113,7 +113,9 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
     if not index.exists():
         if not (folder / SINGLE_FILE).exists():
-            raise UserError(f"{folder}: no weights: expected {SINGLE_FILE} or {INDEX_FILE} (model.init=random needs none)")
+            raise UserError(
+                f"{folder}: no weights: expected {SINGLE_FILE} or {INDEX_FILE} (model.init=random needs none)"
+            )
         return [folder / SINGLE_FILE]
     try:
         files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch.distributed import distributed_c10d
 
 from a3po_megatron.config.schema import ActorConfig
 
@@ -49,8 +50,14 @@ def initialize(actor: ActorConfig, seed: int) -> Place:
 
 
 def destroy() -> None:
-    """Take megatron's process groups down; the default group stays, so that another layout can follow."""
+    """Take megatron's process groups down; the default group stays, so that another layout can follow.
+
+    megatron only forgets its groups. Each holds threads and sockets, about thirty groups a layout, so they are ended here.
+    """
     parallel_state.destroy_model_parallel()
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def tp_group() -> dist.ProcessGroup:

@@ -114,7 +114,9 @@ class RunLog:
 
         save_run_record(self.config, self.folder)
         self.rows = self.folder / "metrics.jsonl"
-        kept = [line for line in self.rows.read_text().splitlines() if json.loads(line)["step"] <= first] if first else []
+        kept = (
+            [line for line in self.rows.read_text().splitlines() if json.loads(line)["step"] <= first] if first else []
+        )
         self.rows.write_text("".join(line + "\n" for line in kept))
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
         self.progress = Progress(*columns, TimeRemainingColumn(), transient=True)

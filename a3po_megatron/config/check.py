@@ -90,7 +90,9 @@ def _check_tensor_parallel(actor: ActorConfig, shape: ModelShape) -> None:
                 f"use {_divisors_hint(tp, shape)} and more actor.pipeline_parallel or actor.data_parallel"
             )
     if actor.sequence_parallel and tp == 1:
-        raise UserError("actor.sequence_parallel=true needs actor.tensor_parallel above 1: it splits what that leaves whole")
+        raise UserError(
+            "actor.sequence_parallel=true needs actor.tensor_parallel above 1: it splits what that leaves whole"
+        )
 
 
 def _divisors_hint(tp: int, shape: ModelShape) -> str:

@@ -32,8 +32,8 @@ class RankPool:
         """Import the engines here, once, then fork `size` ranks that inherit them and the collected tests."""
         import_engines()
         self.size = size
-        self._store = tempfile.NamedTemporaryFile(prefix="ranks-", delete=False)
-        self._ranks = [_fork(rank, size, items, self._store.name) for rank in range(size)]
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._ranks = [_fork(rank, size, items, f"{self._folder.name}/store") for rank in range(size)]
 
     def run(self, item: int, shared_folder: Path | None) -> str | None:
         """Run test number `item` on every rank. Returns None, or why it failed; then the pool is closed."""
@@ -60,7 +60,7 @@ class RankPool:
                 os.waitpid(rank.pid, 0)
             rank.answers.close()
         self._ranks = []
-        Path(self._store.name).unlink(missing_ok=True)
+        self._folder.cleanup()
 
     def _collect(self) -> str | None:
         """Wait for every rank's answer; after a first failure the others have little time left."""

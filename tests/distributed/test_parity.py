@@ -127,7 +127,9 @@ def _gradients(actor: Actor, sequences: list[TokenSequence]) -> dict[str, torch.
     pipeline.forward_backward(
         actor.chunks, actor._microbatches(sequences), token_logprobs, actor.shape.vocab_size, SupervisedLoss()
     )
-    if actor.settings.distributed_optimizer:  # each data-parallel rank has reduced one shard of each bucket: put them together
+    if (
+        actor.settings.distributed_optimizer
+    ):  # each data-parallel rank has reduced one shard of each bucket: put them together
         for buffer in (buffer for chunk in actor.chunks for buffer in chunk.buffers):
             for bucket in buffer.buckets:
                 shards = list(bucket.grad_data.chunk(actor.place.dp_size))
@@ -138,4 +140,6 @@ def _gradients(actor: Actor, sequences: list[TokenSequence]) -> dict[str, torch.
 def _assert_all_close(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert ours.keys() == expected.keys()
     for name, tensor in ours.items():
-        torch.testing.assert_close(tensor.cpu(), expected[name].detach(), atol=TOLERANCE, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            tensor.cpu(), expected[name].detach(), atol=TOLERANCE, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+        )
