@@ -37,9 +37,11 @@ lint: setup
 	$(VENV)/bin/mypy
 	$(VENV)/bin/shellcheck tools/*.sh .ci/run
 
+# Resolve the pinned lists anew from what they are made of.
+RESOLVE := $(VENV)/bin/uv pip compile -q --python-version 3.12 --python-platform x86_64-manylinux_2_28 --no-annotate --no-header
 lock: setup
-	$(VENV)/bin/uv pip compile -q --python-version 3.12 --python-platform x86_64-manylinux_2_28 --no-annotate --no-header \
-	    --override requirements/cpu-overrides.txt requirements/cpu.in -o requirements/cpu.txt
+	$(RESOLVE) --override requirements/cpu-overrides.txt requirements/cpu.in -o requirements/cpu.txt
+	$(RESOLVE) --config-file requirements/uv.toml requirements/gpu.in -o requirements/gpu.txt
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info

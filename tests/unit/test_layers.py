@@ -1,4 +1,4 @@
-"""The layer rule of docs/architecture.md: who may import whom, no cycles, and no torch on the controller's side."""
+"""The layer rule: who may import whom, no cycles, and no torch on the controller's side."""
 
 import ast
 import subprocess
