@@ -13,15 +13,17 @@ def step_folder(root: Path, step: int) -> Path:
     return root / f"step_{step:06d}"
 
 
-def newest_complete(root: Path) -> Path | None:
-    """Return the complete checkpoint of the highest step below `root`, or None when there is none."""
+def newest_complete(root: Path) -> tuple[Path | None, list[str]]:
+    """Return the complete checkpoint of the highest step below `root` (None: there is none), and why newer ones were left."""
+    faults = []
     for folder in sorted(root.glob("step_??????"), reverse=True):
         try:
             check_complete(folder)
-        except UserError:
-            continue
-        return folder
-    return None
+        except UserError as fault:
+            faults.append(str(fault))
+        else:
+            return folder, faults
+    return None, faults
 
 
 def check_complete(folder: Path) -> None:

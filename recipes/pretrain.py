@@ -47,8 +47,14 @@ def check_run_folder(config: PretrainConfig) -> None:
     folder = Path(config.run.dir)
     if not config.run.resume and (folder / "metrics.jsonl").exists():
         raise UserError(f"run.dir={folder} already holds a run; name another, remove it, or set run.resume=true")
-    if config.run.resume and newest_complete(folder / "checkpoints") is None:
-        raise UserError(f"run.resume=true: no complete checkpoint below {folder / 'checkpoints'}")
+    if config.run.resume:
+        newest, faults = newest_complete(folder / "checkpoints")
+        if newest is None:
+            raise UserError(
+                "; ".join([f"run.resume=true: no complete checkpoint below {folder / 'checkpoints'}", *faults])
+            )
+        for fault in faults:
+            print(f"note: {newest.name} is used, a newer one cannot be: {fault}", file=sys.stderr)
 
 
 def train(config: PretrainConfig, shape: ModelShape) -> int:

@@ -96,7 +96,7 @@ def export_hf_folder(actor: Actor, source: Path, destination: Path) -> None:
 
 
 def _resume(actor: Actor, folder: Path) -> int:
-    newest = newest_complete(folder / "checkpoints")
+    newest, _ = newest_complete(folder / "checkpoints")
     assert newest is not None, "recipes/pretrain.py has checked it"
     return load_checkpoint(actor, newest)
 

@@ -51,7 +51,7 @@ def test_a_marker_is_written_last_and_a_folder_without_it_is_not_used(shared_fol
     actor.train_step(random_sequences(), SupervisedLoss())
     root = shared_folder / "checkpoints"
     first, second = save_checkpoint(actor, root, 1), save_checkpoint(actor, root, 2)
-    assert newest_complete(root) == second
+    assert newest_complete(root) == (second, [])
     marker = json.loads((second / "complete.json").read_text())
     assert marker["step"] == 2
     assert {*marker["files"], "complete.json"} == {path.name for path in second.iterdir()}
@@ -59,7 +59,7 @@ def test_a_marker_is_written_last_and_a_folder_without_it_is_not_used(shared_fol
     if dist.get_rank() == 0:
         (second / "complete.json").unlink()
     dist.barrier()
-    assert newest_complete(root) == first
+    assert newest_complete(root)[0] == first
     with pytest.raises(UserError, match="incomplete checkpoint"):
         load_checkpoint(actor, second)
     actor.close()

@@ -50,7 +50,9 @@ def test_the_warm_start_reaches_its_accuracy_and_writes_a_folder_that_transforme
     right = 0
     for a in range(10, 60):
         prompt = tokenizer(f"{a}+{a + 7}=", return_tensors="pt")
-        answer = model.generate(prompt["input_ids"], max_new_tokens=4, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+        answer = model.generate(prompt["input_ids"], max_new_tokens=4, do_sample=False)[
+            0, prompt["input_ids"].shape[1] :
+        ]
         right += tokenizer.decode(answer) == f"{2 * a + 7}<eos>"
     # 0.54 of all questions come out right by greedy decoding in transformers too; fewer than 13 of 50 would be 4 sigma off.
     assert right >= 13

@@ -18,12 +18,15 @@ def make(root: Path, step: int) -> Path:
 
 
 def test_the_newest_complete_one_is_found(tmp_path: Path) -> None:
-    assert newest_complete(tmp_path) is None
+    assert newest_complete(tmp_path) == (None, [])
     make(tmp_path, 2)
     tenth = make(tmp_path, 10)
     (make(tmp_path, 11) / "complete.json").unlink()
     (tmp_path / "step_000012.incomplete").mkdir()
-    assert newest_complete(tmp_path) == tenth
+    newest, faults = newest_complete(tmp_path)
+    assert newest == tenth
+    assert len(faults) == 1
+    assert "step_000011: incomplete checkpoint" in faults[0]
 
 
 @pytest.mark.parametrize(
