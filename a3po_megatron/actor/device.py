@@ -37,6 +37,11 @@ def start(actor: ActorConfig) -> torch.device:
     return device
 
 
+def stop() -> None:
+    """Leave the default process group."""
+    dist.destroy_process_group()
+
+
 def choose_device(actor: ActorConfig) -> torch.device:
     """Return this rank's device for `actor.device`. Raises UserError when it asks for a GPU that is not there."""
     gpus = torch.cuda.device_count()

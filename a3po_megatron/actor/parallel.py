@@ -5,6 +5,7 @@ Megatron keeps them in module globals (megatron/core/parallel_state.py); this is
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -33,10 +34,12 @@ class Place:
 def initialize(actor: ActorConfig, seed: int) -> Place:
     """Make megatron's process groups over the default group, seed the random trackers, and return this rank's place."""
     vpp = actor.virtual_pipeline_parallel
+    torch.manual_seed(seed)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=actor.tensor_parallel,
         pipeline_model_parallel_size=actor.pipeline_parallel,
         virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        distributed_timeout_minutes=actor.timeout_s / 60,
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     return Place(
@@ -50,7 +53,7 @@ def initialize(actor: ActorConfig, seed: int) -> Place:
 
 
 def destroy() -> None:
-    """Take megatron's process groups down; the default group stays, so that another layout can follow.
+    """Take every process group but the default one down, so that another layout can follow.
 
     megatron only forgets its groups. Each holds threads and sockets, about thirty groups a layout, so they are ended here.
     """

@@ -94,6 +94,3 @@ class PretrainConfig:
     batch_size: int = 128  # questions an optimizer step
     eval_every: int = 20  # steps between evaluations on held-out questions; 0: only at the end
     stop_at_accuracy: float = 1.0  # stop early once an evaluation reaches this
-
-
-Config = PretrainConfig

@@ -1,6 +1,7 @@
 """Hugging Face folders on disk: faults are named before any rank starts; sharded writing."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,13 @@ def test_an_interrupted_write_leaves_no_folder_of_that_name(tmp_path: Path, tens
     with pytest.raises(ConnectionError):
         write_hf_folder(stream(), tmp_path, tmp_path / "destination")
     assert not (tmp_path / "destination").exists()
+
+
+def test_what_repeats_known_tensors_is_no_fault(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    tied = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    repeated = {"lm_head.weight": torch.zeros(131, 12), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
+    save_file(tied | repeated, tmp_path / "model.safetensors")
+    HFFolder(tmp_path, replace(SHAPE, tie_word_embeddings=True))
 
 
 def _drop(tensors: dict[str, torch.Tensor]) -> None:

@@ -1,14 +1,23 @@
 """Contradictory settings are refused, each with value, reason and fix."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from a3po_megatron.config.check import check_actor, check_optimizer, check_pretrain
+from a3po_megatron.config.check import ARITHMETIC_VOCABULARY, check_actor, check_optimizer, check_pretrain
 from a3po_megatron.config.load import load_config
 from a3po_megatron.config.model_shape import ModelShape, read_model_shape
-from a3po_megatron.config.schema import ActorConfig, ModelConfig, OptimizerConfig, PretrainConfig
+from a3po_megatron.config.schema import (
+    ActorConfig,
+    ArithmeticTaskConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PretrainConfig,
+    RunConfig,
+)
+from a3po_megatron.data.arithmetic import TOKENS
 from a3po_megatron.errors import UserError
 
 SMOLLM2 = ModelShape("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192, 1e-5, 1e5, True)
@@ -16,7 +25,14 @@ QWEN = ModelShape("qwen3", 4, 64, 128, 8, 4, 16, 1000, 512, 1e-6, 1e6, False)
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
+
+
+def test_there_are_shipped_files() -> None:
+    assert SHIPPED
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_every_shipped_file_is_valid(path: Path) -> None:
     config = load_config(PretrainConfig, path)
     check_pretrain(config, read_model_shape(ROOT / config.model.path))
@@ -104,10 +120,20 @@ def test_an_optimizer_that_makes_no_sense_is_refused(settings: dict, message: st
     assert message in str(caught.value)
 
 
+def test_a_model_whose_vocabulary_is_too_small_for_the_task_is_refused() -> None:
+    assert len(TOKENS) == ARITHMETIC_VOCABULARY
+    with pytest.raises(UserError, match="a vocabulary of 13 tokens; the arithmetic task uses 14"):
+        check_pretrain(PretrainConfig(), replace(QWEN, vocab_size=13))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"num_questions": 10_000}, "num_questions=10000: the task has 9000 training questions"),
+        ({"task": ArithmeticTaskConfig(num_heldout=20_000)}, "task.num_heldout=20000: of 10000 questions at most 9999"),
+        ({"task": ArithmeticTaskConfig(max_operand=10**300)}, "positions"),
+        ({"run": RunConfig(seed=-1)}, "run.seed=-1: must be at least 0"),
+        ({"optimizer": OptimizerConfig(weight_decay=math.nan)}, "optimizer.weight_decay=nan: must be at least 0"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"stop_at_accuracy": 0.0}, "stop_at_accuracy=0.0"),
         ({"model": ModelConfig(init_std=0.0)}, "model.init_std=0.0"),

@@ -41,7 +41,7 @@ def test_run_record_holds_settings_and_engine_versions(config_file: Path, tmp_pa
     save_run_record(config, tmp_path / "run")
     assert load_config(PretrainConfig, tmp_path / "run" / "config.yaml") == config
     assert "megatron-core: 0.19.2" in (tmp_path / "run" / "versions.yaml").read_text()
-    assert engine_versions()["transformer-engine"] == "not installed"
+    assert engine_versions().keys() >= {"python", "torch", "vllm", "transformer-engine"}
 
 
 @pytest.mark.parametrize(
@@ -98,5 +98,3 @@ def test_a_user_error_becomes_one_line_and_exit_code_2(capsys: pytest.CaptureFix
 
     assert exit_on_user_error(main) == 2
     assert capsys.readouterr().err == "error: actor.tensor_parallel=3: reason; fix\n"
-    assert exit_on_user_error(main, quiet=True) == 2
-    assert capsys.readouterr().err == ""

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from a3po_megatron.actor.hf_mapping import hf_shapes
 from a3po_megatron.config.model_shape import read_model_shape
 from a3po_megatron.errors import UserError
 
-DATA = Path(os.environ.get("A3PO_DATA", Path(__file__).parents[4] / "shared" / "data"))
 BASE = {
     "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
@@ -25,19 +23,35 @@ def write_config(folder: Path, **changes: object) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("name", "billions"), [("Qwen3-4B", 4.022), ("Qwen3-8B", 8.191), ("Qwen3-14B", 14.768), ("Qwen3-32B", 32.762)]
-)
-def test_parameter_counts_of_published_models(name: str, billions: float, tmp_path: Path) -> None:
-    source = DATA / "hf_configs" / f"{name}.json"
-    assert source.exists(), f"{source} is missing: set A3PO_DATA to the data folder"
-    (tmp_path / "config.json").write_text(source.read_text())
-    count = sum(math.prod(shape) for shape in hf_shapes(read_model_shape(tmp_path)).values())
+PUBLISHED = [  # layers, hidden, MLP, heads, tied, billions of parameters as published
+    ("Qwen3-4B", 36, 2560, 9728, 32, True, 4.022),
+    ("Qwen3-8B", 36, 4096, 12288, 32, False, 8.191),
+    ("Qwen3-14B", 40, 5120, 17408, 40, False, 14.768),
+    ("Qwen3-32B", 64, 5120, 25600, 64, False, 32.762),
+]
+
+
+@pytest.mark.parametrize("published", PUBLISHED, ids=lambda published: published[0])
+def test_parameter_counts_of_published_models(published: tuple, tmp_path: Path) -> None:
+    _, layers, hidden, intermediate, heads, tied, billions = published
+    folder = write_config(
+        tmp_path,
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        tie_word_embeddings=tied,
+    )
+    count = sum(math.prod(shape) for shape in hf_shapes(read_model_shape(folder)).values())
     assert round(count / 1e9, 3) == billions
 
 
 def test_old_and_new_spelling_of_rope_and_missing_head_dim(tmp_path: Path) -> None:
-    assert read_model_shape(write_config(tmp_path)).head_dim == 16
+    assert read_model_shape(write_config(tmp_path)).head_dim == 128  # transformers' default for Qwen3
+    assert read_model_shape(write_config(tmp_path, model_type="llama")).head_dim == 16
     assert read_model_shape(write_config(tmp_path, head_dim=24)).head_dim == 24
     new = write_config(tmp_path, rope_theta="absent", rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
     assert read_model_shape(new).rope_theta == 5e5
