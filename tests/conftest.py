@@ -13,7 +13,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     match = re.fullmatch(r"(\d+)/(\d+)", config.getoption("--shard"))
     if not match or not 1 <= int(match[1]) <= int(match[2]):
-        raise pytest.UsageError(f"--shard {config.getoption('--shard')}: expected i/n with 1 <= i <= n, for example 2/5")
+        raise pytest.UsageError(
+            f"--shard {config.getoption('--shard')}: expected i/n with 1 <= i <= n, for example 2/5"
+        )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
