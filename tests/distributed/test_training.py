@@ -280,7 +280,7 @@ def test_the_loop_publishes_each_version_reports_each_step_and_leaves_model_and_
         with pytest.MonkeyPatch.context() as monkeypatch:
             link = run_loop(shared_folder / attempt, model, layout, monkeypatch, batches)
         run = shared_folder / attempt / "run"
-        newest = newest_complete(run / "checkpoints")
+        newest, _ = newest_complete(run / "checkpoints")
         assert newest is not None
         assert newest.name == "step_000002"
         if link:
