@@ -1,7 +1,7 @@
 # Each target does whatever set-up is missing. `make test` passes everything; `make demo` shows the system at work.
 SHELL := /bin/bash
-VENV ?= .venv
-PYTHON_IN_VENV := $(VENV)/bin/python
+VENV := .venv
+PYTHON_IN_VENV := "$(VENV)/bin/python"
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest
 PARTS := unit distributed engine system slurm
 # Parts that hold tests today, in the order of PARTS.
@@ -43,15 +43,17 @@ test-full: setup
 	@set -e; for part in $(PRESENT); do echo "== tests/$$part"; $(PYTEST) tests/$$part -m "" --shard $(SHARD); done
 
 lint: setup
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
-	$(VENV)/bin/shellcheck tools/*.sh .ci/run
+	"$(VENV)/bin/ruff" check .
+	"$(VENV)/bin/ruff" format --check .
+	"$(VENV)/bin/mypy"
+	"$(VENV)/bin/shellcheck" tools/*.sh .ci/run
 
+# Resolve the pinned lists anew from what they are made of.
+RESOLVE := "$(VENV)/bin/uv" pip compile -q --python-version 3.12 --python-platform x86_64-manylinux_2_28 --no-annotate --no-header
 lock: setup
-	$(VENV)/bin/uv pip compile -q --python-version 3.12 --python-platform x86_64-manylinux_2_28 --no-annotate --no-header \
-	    --override requirements/cpu-overrides.txt requirements/cpu.in -o requirements/cpu.txt
+	$(RESOLVE) --override requirements/cpu-overrides.txt requirements/cpu.in -o requirements/cpu.txt
+	$(RESOLVE) --config-file requirements/uv.toml requirements/gpu.in -o requirements/gpu.txt
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info
+	rm -rf "$(VENV)" runs .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,15 +13,18 @@ def step_folder(root: Path, step: int) -> Path:
     return root / f"step_{step:06d}"
 
 
-def newest_complete(root: Path) -> Path | None:
-    """Return the complete checkpoint of the highest step below `root`, or None when there is none."""
-    for folder in sorted(root.glob("step_??????"), reverse=True):
+def newest_complete(root: Path) -> tuple[Path | None, list[str]]:
+    """Return the complete checkpoint of the highest step below `root` (None: there is none), and why newer ones were left."""
+    faults = []
+    folders = [folder for folder in root.glob("step_*") if folder.name.removeprefix("step_").isdigit()]
+    for folder in sorted(folders, key=lambda folder: int(folder.name.removeprefix("step_")), reverse=True):
         try:
             check_complete(folder)
-        except UserError:
-            continue
-        return folder
-    return None
+        except UserError as fault:
+            faults.append(str(fault))
+        else:
+            return folder, faults
+    return None, faults
 
 
 def check_complete(folder: Path) -> None:
@@ -32,7 +35,8 @@ def check_complete(folder: Path) -> None:
         files: dict[str, int] = json.loads((folder / MARKER).read_text())["files"]
     except OSError:
         raise UserError(f"{folder}: incomplete checkpoint: {MARKER} is missing, the save did not finish") from None
-    except (ValueError, KeyError, TypeError):
+        assert isinstance(files, dict)
+    except (ValueError, KeyError, TypeError, AssertionError):
         raise UserError(f"{folder / MARKER}: damaged marker of a checkpoint") from None
     for name, size in files.items():
         path = folder / name

@@ -10,14 +10,10 @@ class UserError(ValueError):
     """A setting, file or row is wrong. The message is one line: what it is, its value, the reason, the fix."""
 
 
-def exit_on_user_error(main: Callable[[], int], *, quiet: bool = False) -> int:
-    """Run `main` and return its exit code; a `UserError` becomes one line on stderr and exit code 2.
-
-    `quiet` leaves the line out, for ranks whose neighbour prints the same one.
-    """
+def exit_on_user_error(main: Callable[[], int]) -> int:
+    """Run `main` and return its exit code; a `UserError` becomes one line on stderr and exit code 2."""
     try:
         return main()
     except UserError as error:
-        if not quiet:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {error}", file=sys.stderr, flush=True)
         return USER_ERROR_EXIT_CODE

@@ -41,7 +41,9 @@ class Sample:
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.behavior_logprobs), len(self.versions)}
-        assert len(lengths) == 1, f"sample of problem {self.problem_id}: token, log-prob and version counts differ: {lengths}"
+        assert len(lengths) == 1, (
+            f"sample of problem {self.problem_id}: token, log-prob and version counts differ: {lengths}"
+        )
 
 
 @dataclass(frozen=True)
@@ -70,4 +72,6 @@ class Batch:
     advantages: Float32  # [len(samples)]; the same for every token of a sample
 
     def __post_init__(self) -> None:
-        assert len(self.samples) == len(self.rewards) == len(self.advantages), "batch: one reward and advantage a sample"
+        assert len(self.samples) == len(self.rewards) == len(self.advantages), (
+            "batch: one reward and advantage a sample"
+        )

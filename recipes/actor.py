@@ -8,6 +8,7 @@ wrong setting or file, 1 for anything else; the last line says why.
 """
 
 import argparse
+import os
 import sys
 import time
 import traceback
@@ -19,8 +20,8 @@ from a3po_megatron.config.check import check_train
 from a3po_megatron.config.load import load_config, to_yaml
 from a3po_megatron.config.model_shape import ModelShape, read_model_shape
 from a3po_megatron.config.schema import TrainConfig
-from a3po_megatron.errors import UserError, exit_on_user_error
-from a3po_megatron.launch.ranks import is_first_rank, is_rank, run_ranks
+from a3po_megatron.errors import UserError
+from a3po_megatron.launch.ranks import exit_code_of, is_rank, run_ranks
 from a3po_megatron.run_token import read_run_token
 
 
@@ -58,18 +59,20 @@ def train_as_rank(config: TrainConfig, shape: ModelShape, token: str) -> None:
     from a3po_megatron.actor.training import describe, train
     from a3po_megatron.controller.link import ActorLink
 
-    if not is_first_rank():
+    if os.environ["RANK"] != "0":
         train(config, shape, None)
+        device.stop()
         return
     print(describe(config), flush=True)
     with ActorLink(config.controller, token) as link:
         version = train(config, shape, link)
+    device.stop()
     print(f"actor: finished at version {version}; model in {Path(config.run.dir) / 'model'}", flush=True)
 
 
 def say_why(error: Exception) -> int:
     """Print what ended this rank, its reason last, and return the exit code."""
-    if "onnection" in str(error) and not is_first_rank():
+    if "onnection" in str(error) and os.environ["RANK"] != "0":
         time.sleep(2)  # another rank went away and has said why; torchrun ends this one before it adds its own
     if type(error).__module__.partition(".")[0] != "a3po_megatron":  # ours say all there is to say in one line
         traceback.print_exception(error)
@@ -78,5 +81,4 @@ def say_why(error: Exception) -> int:
 
 
 if __name__ == "__main__":
-    # Ranks make the same checks on the same files: one of them speaks.
-    sys.exit(exit_on_user_error(lambda: main(sys.argv[1:]), quiet=not is_first_rank()))
+    sys.exit(exit_code_of(lambda: main(sys.argv[1:])))

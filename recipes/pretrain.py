@@ -17,8 +17,8 @@ from a3po_megatron.config.check import check_pretrain
 from a3po_megatron.config.load import load_config, to_yaml
 from a3po_megatron.config.model_shape import ModelShape, read_model_shape
 from a3po_megatron.config.schema import PretrainConfig
-from a3po_megatron.errors import UserError, exit_on_user_error
-from a3po_megatron.launch.ranks import is_first_rank, is_rank, run_ranks
+from a3po_megatron.errors import UserError
+from a3po_megatron.launch.ranks import exit_code_of, is_rank, run_ranks, speaks_for_all
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -36,9 +36,10 @@ def main(arguments: Sequence[str]) -> int:
     if options.print_config:
         print(to_yaml(config), end="")
         return 0
+    if speaks_for_all():
+        check_run_folder(config)
     if is_rank():
         return train(config, shape)
-    check_run_folder(config)
     return run_ranks("recipes.pretrain", arguments, config.actor.world_size)
 
 
@@ -47,8 +48,14 @@ def check_run_folder(config: PretrainConfig) -> None:
     folder = Path(config.run.dir)
     if not config.run.resume and (folder / "metrics.jsonl").exists():
         raise UserError(f"run.dir={folder} already holds a run; name another, remove it, or set run.resume=true")
-    if config.run.resume and newest_complete(folder / "checkpoints") is None:
-        raise UserError(f"run.resume=true: no complete checkpoint below {folder / 'checkpoints'}")
+    if config.run.resume:
+        newest, faults = newest_complete(folder / "checkpoints")
+        if newest is None:
+            raise UserError(
+                "; ".join([f"run.resume=true: no complete checkpoint below {folder / 'checkpoints'}", *faults])
+            )
+        for fault in faults:
+            print(f"note: {newest.name} is used, a newer one cannot be: {fault}", file=sys.stderr)
 
 
 def train(config: PretrainConfig, shape: ModelShape) -> int:
@@ -59,9 +66,9 @@ def train(config: PretrainConfig, shape: ModelShape) -> int:
     from a3po_megatron.actor.pretraining import pretrain
 
     pretrain(config, shape)
+    device.stop()
     return 0
 
 
 if __name__ == "__main__":
-    # Ranks make the same checks on the same files: one of them speaks.
-    sys.exit(exit_on_user_error(lambda: main(sys.argv[1:]), quiet=not is_first_rank()))
+    sys.exit(exit_code_of(lambda: main(sys.argv[1:])))

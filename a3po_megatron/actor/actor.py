@@ -131,12 +131,14 @@ class Actor:
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor) of the current weights in model order, on every rank."""
-        if self.settings.overlap_param_gather:
-            for (
-                chunk
-            ) in self.chunks:  # the gather of the last step's parameters is otherwise left to the next forward pass
-                chunk.start_param_sync(force_sync=True)
+        self.make_parameters_fresh()
         return export_weights(self.models, self.shape, self.place)
+
+    def make_parameters_fresh(self) -> None:
+        """Finish the gather of updated parameters, which overlapped gathering leaves to the next forward pass. Collective."""
+        if self.settings.overlap_param_gather:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
 
     def add_up(self, value: float) -> float:
         """Return the sum of `value` over the data-parallel ranks of the last pipeline stage, on every rank."""

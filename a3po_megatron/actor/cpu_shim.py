@@ -6,7 +6,6 @@ another version than the one that this list was made for. Every redirected call 
 
 import contextlib
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.overrides import TorchFunctionMode
 
-MEGATRON_VERSION = "0.19.2"
+from a3po_megatron.actor.megatron_version import require_megatron_version
+
 CPU = torch.device("cpu")
 # Optimizers compare `Tensor.type()` with these strings to sort parameters by precision.
 CUDA_TYPE_STRINGS = {
@@ -29,12 +29,7 @@ def install() -> None:
     """Redirect the calls. Idempotent. Raises RuntimeError for another megatron-core version."""
     if _installed:
         return
-    found = metadata.version("megatron-core")
-    if found != MEGATRON_VERSION:
-        raise RuntimeError(
-            f"the CPU shim is made for megatron-core {MEGATRON_VERSION}, found {found}: "
-            "check each call in a3po_megatron/actor/cpu_shim.py against it and raise MEGATRON_VERSION"
-        )
+    require_megatron_version(__name__)
     _redirect_torch_cuda()
     _redirect_random_state()
     _redirect_moe_dispatcher()

@@ -37,6 +37,11 @@ def start(actor: ActorConfig) -> torch.device:
     return device
 
 
+def stop() -> None:
+    """Leave the default process group."""
+    dist.destroy_process_group()
+
+
 def choose_device(actor: ActorConfig) -> torch.device:
     """Return this rank's device for `actor.device`. Raises UserError when it asks for a GPU that is not there."""
     gpus = torch.cuda.device_count()
@@ -44,7 +49,9 @@ def choose_device(actor: ActorConfig) -> torch.device:
         return torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if local_rank >= gpus:
-        raise UserError(f"actor.device={actor.device}: local rank {local_rank} has no GPU, torch finds {gpus} on this machine")
+        raise UserError(
+            f"actor.device={actor.device}: local rank {local_rank} has no GPU, torch finds {gpus} on this machine"
+        )
     return torch.device("cuda", local_rank)
 
 

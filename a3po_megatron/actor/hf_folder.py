@@ -42,6 +42,7 @@ class HFFolder:
 
     def _check_names(self, expected: dict[str, tuple[int, ...]]) -> None:
         missing, extra = expected.keys() - self._file_of.keys(), self._file_of.keys() - expected.keys()
+        extra = {name for name in extra if not _is_derived(name, expected)}
         if missing:
             raise UserError(f"{self.folder}: {len(missing)} tensors are missing, among them {min(missing)}")
         if extra:
@@ -113,7 +114,9 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
     if not index.exists():
         if not (folder / SINGLE_FILE).exists():
-            raise UserError(f"{folder}: no weights: expected {SINGLE_FILE} or {INDEX_FILE} (model.init=random needs none)")
+            raise UserError(
+                f"{folder}: no weights: expected {SINGLE_FILE} or {INDEX_FILE} (model.init=random needs none)"
+            )
         return [folder / SINGLE_FILE]
     try:
         files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
@@ -123,6 +126,11 @@ def _weight_files(folder: Path) -> list[Path]:
         if not file.exists():
             raise UserError(f"{file}: named in {INDEX_FILE} but missing")
     return files
+
+
+def _is_derived(name: str, expected: dict[str, tuple[int, ...]]) -> bool:
+    """Whether a tensor repeats what is known, as transformers treats it: a tied output layer, or rotary frequencies."""
+    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and name not in expected)
 
 
 def _names(path: Path) -> list[str]:

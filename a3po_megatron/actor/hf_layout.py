@@ -26,7 +26,9 @@ def shard(split: Split, whole: Sequence[Tensor], shape: ModelShape, tp_size: int
         case "gate_up":
             return torch.cat([tensor.chunk(tp_size, 0)[tp_rank] for tensor in whole])
         case "qkv":
-            groups = [tensor.unflatten(0, (shape.num_key_value_heads, -1)) for tensor in whole]  # [groups, rows, hidden]
+            groups = [
+                tensor.unflatten(0, (shape.num_key_value_heads, -1)) for tensor in whole
+            ]  # [groups, rows, hidden]
             return torch.cat(groups, dim=1).chunk(tp_size, 0)[tp_rank].flatten(0, 1)
 
 

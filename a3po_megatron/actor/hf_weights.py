@@ -107,7 +107,9 @@ def _gather(local: Tensor, rule: Rule, place: parallel.Place) -> list[Tensor]:
     return shards
 
 
-def _from_owner(whole: Tensor | None, shape: tuple[int, ...], like: Tensor, owner: int, place: parallel.Place) -> Tensor:
+def _from_owner(
+    whole: Tensor | None, shape: tuple[int, ...], like: Tensor, owner: int, place: parallel.Place
+) -> Tensor:
     """Broadcast one tensor, of the dtype and device of `like`, from the pipeline stage that owns it."""
     if place.pp_size == 1:
         assert whole is not None

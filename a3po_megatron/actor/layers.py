@@ -32,9 +32,12 @@ def uses_transformer_engine(device: torch.device) -> bool:
 
 def layer_spec(config: TransformerConfig, device: torch.device) -> ModuleSpec:
     """Return the spec of one transformer layer."""
-    if uses_transformer_engine(device):
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    return local_layer_spec(config)
+    if not uses_transformer_engine(device):
+        return local_layer_spec(config)
+    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    if config.params_dtype == torch.float32:  # Transformer Engine's attention on packed sequences takes 16 bits only
+        spec.submodules.self_attention.submodules.core_attention = CoreAttention
+    return spec
 
 
 def norm_class(device: torch.device) -> type[torch.nn.Module]:

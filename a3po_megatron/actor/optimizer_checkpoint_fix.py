@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from a3po_megatron.actor.megatron_version import require_megatron_version
+
 _installed: list[bool] = []
 
 
@@ -26,6 +28,7 @@ def install() -> None:
     """Wrap the three methods. Idempotent."""
     if _installed:
         return
+    require_megatron_version(__name__)
     _installed.append(True)
     set_states = DistributedOptimizer._set_main_param_and_optimizer_states
     load_state_dict = DistributedOptimizer.load_state_dict

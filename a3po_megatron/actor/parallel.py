@@ -5,9 +5,11 @@ Megatron keeps them in module globals (megatron/core/parallel_state.py); this is
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch.distributed import distributed_c10d
 
 from a3po_megatron.config.schema import ActorConfig
 
@@ -32,10 +34,12 @@ class Place:
 def initialize(actor: ActorConfig, seed: int) -> Place:
     """Make megatron's process groups over the default group, seed the random trackers, and return this rank's place."""
     vpp = actor.virtual_pipeline_parallel
+    torch.manual_seed(seed)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=actor.tensor_parallel,
         pipeline_model_parallel_size=actor.pipeline_parallel,
         virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        distributed_timeout_minutes=actor.timeout_s / 60,
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     return Place(
@@ -49,8 +53,14 @@ def initialize(actor: ActorConfig, seed: int) -> Place:
 
 
 def destroy() -> None:
-    """Take megatron's process groups down; the default group stays, so that another layout can follow."""
+    """Take every process group but the default one down, so that another layout can follow.
+
+    megatron only forgets its groups. Each holds threads and sockets, about thirty groups a layout, so they are ended here.
+    """
     parallel_state.destroy_model_parallel()
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def tp_group() -> dist.ProcessGroup:

@@ -27,9 +27,7 @@ class Loss(Protocol):
     def metric_names(self) -> tuple[str, ...]:
         """Names of the metrics it returns, the same on every rank."""
 
-    def __call__(
-        self, logprobs: Tensor, trainable: Tensor, fields: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Metrics]:
+    def __call__(self, logprobs: Tensor, trainable: Tensor, fields: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
         """Return the scalar loss, a sum over trainable tokens, and the metrics; all arguments are [b, s]."""
 
 

@@ -85,7 +85,7 @@ def greedy_accuracy(actor: Actor, sequences: Sequence[TokenSequence]) -> float:
 
 
 def _resume(actor: Actor, folder: Path) -> int:
-    newest = newest_complete(folder / "checkpoints")
+    newest, _ = newest_complete(folder / "checkpoints")
     assert newest is not None, "recipes/pretrain.py has checked it"
     return load_checkpoint(actor, newest)
 
@@ -103,9 +103,7 @@ class RunLog:
 
         save_run_record(self.config, self.folder)
         self.rows = self.folder / "metrics.jsonl"
-        kept = (
-            [line for line in self.rows.read_text().splitlines() if json.loads(line)["step"] <= first] if first else []
-        )
+        kept = self.rows.read_text().splitlines()[:first] if first else []  # a row a step; a torn last one is beyond it
         self.rows.write_text("".join(line + "\n" for line in kept))
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
         self.progress = Progress(*columns, TimeRemainingColumn(), transient=True)

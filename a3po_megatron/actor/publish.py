@@ -10,8 +10,6 @@ controller and is in the weight group. A model with a tied head sends its embedd
 import time
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
 from a3po_megatron.actor.actor import Actor
 from a3po_megatron.actor.control import ControlGroup
 from a3po_megatron.actor.hf_mapping import hf_shapes
@@ -107,4 +105,4 @@ class Publisher:
         except ControllerError as known:
             reason = str(known)
         text = " ".join(str(error).split())
-        return PublicationError(f"publication of version {version} by rank {dist.get_rank()}: {text}; {reason}")
+        return PublicationError(f"publication of version {version}: {text}; {reason}")

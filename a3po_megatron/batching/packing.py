@@ -60,7 +60,9 @@ class Microbatch:
     labels: NDArray[np.int64]  # [b, s]
     trainable: NDArray[np.bool_]  # [b, s]
     fields: dict[str, Array]  # [b, s] each
-    cu_seqlens: NDArray[np.int32] | None  # [sequences + 1] boundaries along s when packed, padding as a sequence; else None
+    cu_seqlens: (
+        NDArray[np.int32] | None
+    )  # [sequences + 1] boundaries along s when packed, padding as a sequence; else None
     spans: tuple[Span, ...]
 
     def by_sequence(self, values: Array) -> dict[int, Array]:
@@ -95,7 +97,7 @@ def make_microbatches(
         )
     plan = _plan(lengths, dp_size, max_tokens, packed, multiple_of, count_multiple_of)
     pack = _pack if packed else _pad
-    return [pack(sequences, bins, multiple_of) for bins in plan[dp_rank :: dp_size]]
+    return [pack(sequences, bins, multiple_of) for bins in plan[dp_rank::dp_size]]
 
 
 def _plan(
@@ -145,9 +147,7 @@ def _pad(sequences: Sequence[TokenSequence], members: list[int], multiple_of: in
     """Give each member a row of its own, padded behind to the longest."""
     lengths = [len(sequences[i].tokens) for i in members]
     width = _round_up(max(lengths, default=2), multiple_of)
-    spans = tuple(
-        Span(index, row, 0, length) for row, (index, length) in enumerate(zip(members, lengths, strict=True))
-    )
+    spans = tuple(Span(index, row, 0, length) for row, (index, length) in enumerate(zip(members, lengths, strict=True)))
     return _fill(sequences, spans, (max(len(members), 1), width), None)
 
 

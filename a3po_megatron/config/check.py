@@ -4,6 +4,7 @@ from a3po_megatron.config.model_shape import ModelShape
 from a3po_megatron.config.schema import (
     ActorConfig,
     AlgorithmConfig,
+    ArithmeticTaskConfig,
     ModelConfig,
     OptimizerConfig,
     PretrainConfig,
@@ -11,6 +12,8 @@ from a3po_megatron.config.schema import (
     TrainConfig,
 )
 from a3po_megatron.errors import UserError
+
+ARITHMETIC_VOCABULARY = 14  # token ids that data/arithmetic.py uses; a test holds the two together
 
 
 def check_pretrain(config: PretrainConfig, shape: ModelShape) -> None:
@@ -21,10 +24,8 @@ def check_pretrain(config: PretrainConfig, shape: ModelShape) -> None:
     check_optimizer(config.optimizer)
     _at_least("batch_size", config.batch_size, 1)
     _at_least("eval_every", config.eval_every, 0)
-    _at_least("task.max_operand", config.task.max_operand, 1)
-    _at_least("task.num_heldout", config.task.num_heldout, 1)
-    train = (config.task.max_operand + 1) ** 2 - config.task.num_heldout
     _at_least("num_questions", config.num_questions, 1)
+    train = check_task(config.task, "task", shape)
     if config.num_questions > train:
         raise UserError(
             f"num_questions={config.num_questions}: the task has {train} training questions "
@@ -48,6 +49,8 @@ def check_train(config: TrainConfig, shape: ModelShape) -> None:
     check_optimizer(config.optimizer)
     check_algorithm(config.algorithm)
     check_controller(config)  # rollout, data and reward too
+    if config.data.task == "arithmetic":
+        check_task(config.data.arithmetic, "data.arithmetic", shape)
     _check_method(config)
     _check_same_model(config, shape)
     _check_lengths(config, shape)
@@ -69,26 +72,49 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
         raise UserError(
             f"algorithm.clip_low={algorithm.clip_low}: above 0 and at most 1, where nothing is clipped below"
         )
-    if algorithm.clip_high <= 0:
+    if not algorithm.clip_high > 0:
         raise UserError(f"algorithm.clip_high={algorithm.clip_high}: must be above 0")
-    if algorithm.behavior_weight_cap != 0 and algorithm.behavior_weight_cap < 1:
+    if algorithm.behavior_weight_cap != 0 and not algorithm.behavior_weight_cap >= 1:
         raise UserError(
             f"algorithm.behavior_weight_cap={algorithm.behavior_weight_cap}: at least 1, the weight of fresh data, "
             "or 0 for no cap"
         )
 
 
+def check_task(task: ArithmeticTaskConfig, section: str, shape: ModelShape) -> int:
+    """Check the arithmetic task against itself and the model; return the number of training questions."""
+    _at_least(f"{section}.max_operand", task.max_operand, 1)
+    _at_least(f"{section}.num_heldout", task.num_heldout, 1)
+    questions = (task.max_operand + 1) ** 2
+    if task.num_heldout >= questions:
+        raise UserError(
+            f"{section}.num_heldout={task.num_heldout}: of {questions} questions at most {questions - 1} can be held out"
+        )
+    if shape.vocab_size < ARITHMETIC_VOCABULARY:
+        raise UserError(
+            f"model.path: a vocabulary of {shape.vocab_size} tokens; the arithmetic task uses {ARITHMETIC_VOCABULARY}"
+        )
+    longest = 2 * len(str(task.max_operand)) + 2 + len(str(2 * task.max_operand)) + 1
+    if longest > shape.max_position_embeddings:
+        raise UserError(
+            f"{section}.max_operand={task.max_operand}: questions with answers of {longest} tokens, "
+            f"the model has {shape.max_position_embeddings} positions"
+        )
+    return questions - task.num_heldout
+
+
 def check_run(run: RunConfig) -> None:
     """Check the run's own numbers."""
     if not run.dir:
         raise UserError("run.dir is empty: name the folder that the run may write")
+    _at_least("run.seed", run.seed, 0)
     _at_least("run.num_steps", run.num_steps, 1)
     _at_least("run.checkpoint_every", run.checkpoint_every, 0)
 
 
 def check_model(model: ModelConfig) -> None:
     """Check how the weights are initialised."""
-    if model.init_std <= 0:
+    if not model.init_std > 0:
         raise UserError(f"model.init_std={model.init_std}: a standard deviation above 0")
 
 
@@ -97,7 +123,7 @@ def check_actor(actor: ActorConfig, shape: ModelShape) -> None:
     for name in ("tensor_parallel", "pipeline_parallel", "virtual_pipeline_parallel", "data_parallel"):
         _at_least(f"actor.{name}", getattr(actor, name), 1)
     _at_least("actor.max_tokens_per_microbatch", actor.max_tokens_per_microbatch, 1)
-    if actor.timeout_s <= 0:
+    if not actor.timeout_s > 0:
         raise UserError(f"actor.timeout_s={actor.timeout_s}: a deadline in seconds above 0")
     _check_tensor_parallel(actor, shape)
     _check_pipeline(actor, shape)
@@ -110,14 +136,14 @@ def check_actor(actor: ActorConfig, shape: ModelShape) -> None:
 
 def check_optimizer(optimizer: OptimizerConfig) -> None:
     """Check the optimizer and its learning rate schedule."""
-    if optimizer.lr <= 0:
+    if not optimizer.lr > 0:
         raise UserError(f"optimizer.lr={optimizer.lr}: a learning rate above 0")
     if not 0 <= optimizer.min_lr <= optimizer.lr:
         raise UserError(f"optimizer.min_lr={optimizer.min_lr}: between 0 and optimizer.lr={optimizer.lr}")
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(optimizer, name) < 1:
             raise UserError(f"optimizer.{name}={getattr(optimizer, name)}: at least 0 and below 1")
-    if optimizer.eps <= 0:
+    if not optimizer.eps > 0:
         raise UserError(f"optimizer.eps={optimizer.eps}: above 0")
     _at_least("optimizer.weight_decay", optimizer.weight_decay, 0)
     _at_least("optimizer.clip_grad", optimizer.clip_grad, 0)
@@ -231,5 +257,5 @@ def _check_pipeline(actor: ActorConfig, shape: ModelShape) -> None:
 
 
 def _at_least(name: str, value: float, minimum: float) -> None:
-    if value < minimum:
+    if not value >= minimum:  # refuses NaN too
         raise UserError(f"{name}={value}: must be at least {minimum}")

@@ -96,6 +96,8 @@ def _refuse_unknown_keys(schema: type, settings: DictConfig, source: str, prefix
     fields = {field.name: field.type for field in dataclasses.fields(schema)}
     for key in settings:
         name = str(key)
+        if OmegaConf.is_missing(settings, key):
+            raise UserError(f"{source}: {prefix}{name} has the value ???, which means missing; give it one")
         if name not in fields:
             near = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
             hint = f"did you mean '{prefix}{near[0]}'?" if near else f"known here: {', '.join(fields)}"

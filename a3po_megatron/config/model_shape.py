@@ -64,7 +64,7 @@ def read_model_shape(folder: str | Path) -> ModelShape:
             intermediate_size=int(config["intermediate_size"]),
             num_attention_heads=heads,
             num_key_value_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
+            head_dim=int(config.get("head_dim") or _default_head_dim(family, int(config["hidden_size"]), heads)),
             vocab_size=int(config["vocab_size"]),
             max_position_embeddings=int(config["max_position_embeddings"]),
             rms_norm_eps=float(config["rms_norm_eps"]),
@@ -89,6 +89,11 @@ def _read_json(folder: Path, path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserError(f"{path}: expected a JSON object")
     return config
+
+
+def _default_head_dim(family: str, hidden_size: int, heads: int) -> int:
+    """Return what transformers takes where the file names no head_dim."""
+    return 128 if family == "qwen3" else hidden_size // heads
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:

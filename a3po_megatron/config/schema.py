@@ -194,7 +194,7 @@ class AlgorithmConfig:
     # loglinear: A-3PO, interpolated between behaviour and current policy; recompute: an extra forward pass a batch;
     # behavior: the behaviour policy itself (PPO on stale data); sync: the same, on data of staleness 0 only
     method: Literal["loglinear", "recompute", "sync", "behavior"] = "loglinear"
-    fresh_anchor: Literal["behavior", "target"] = "behavior"  # of loglinear: the proximal policy of tokens of staleness 0
+    fresh_anchor: Literal["behavior", "target"] = "behavior"  # of loglinear: the anchor of tokens of staleness 0
     num_minibatches: int = 4  # optimizer steps a batch
     clip_low: float = 0.2  # the ratio to the proximal policy is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float = 0.2

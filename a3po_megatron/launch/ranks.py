@@ -1,22 +1,39 @@
 """Starts the actor's ranks on this machine through torchrun's own agent, and turns its ending into an exit code."""
 
+import json
 import logging
 import os
 import sys
+import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from a3po_megatron.errors import USER_ERROR_EXIT_CODE
+from a3po_megatron.errors import USER_ERROR_EXIT_CODE, UserError, exit_on_user_error
+
+LAUNCHED = "A3PO_LAUNCHED"  # set in ranks that `run_ranks` started
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun names it to each rank; the agent reads it when the rank fails
 
 
 def is_rank() -> bool:
-    """Whether this process was started as a rank, by `run_ranks` or by torchrun itself."""
+    """Whether this process is a rank, started by `run_ranks` or by torchrun itself."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def is_first_rank() -> bool:
-    """Whether this process is rank 0, or no rank at all: the one that speaks for all."""
-    return os.environ.get("RANK", "0") == "0"
+def speaks_for_all() -> bool:
+    """Whether this process makes the checks that one makes for all ranks: the launcher, or rank 0 under torchrun itself."""
+    return not is_rank() or (LAUNCHED not in os.environ and os.environ["RANK"] == "0")
+
+
+def exit_code_of(main: Callable[[], int]) -> int:
+    """Run a recipe's `main`; a `UserError` becomes exit code 2 and one line, printed by the launcher where there is one."""
+    if not (is_rank() and LAUNCHED in os.environ):
+        return exit_on_user_error(main)
+    try:
+        return main()
+    except UserError as error:
+        Path(os.environ[ERROR_FILE]).write_text(json.dumps({"message": str(error)}))
+        return USER_ERROR_EXIT_CODE
 
 
 def run_ranks(module: str, arguments: Sequence[str], count: int) -> int:
@@ -24,29 +41,37 @@ def run_ranks(module: str, arguments: Sequence[str], count: int) -> int:
 
     When one rank fails the others are ended. Ctrl-C and SIGTERM end all of them.
     """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    os.environ[LAUNCHED] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # megatron warns once a rank and module about absent GPU packages
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failing rank has said what is wrong
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=count,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
-    try:
-        elastic_launch(config, sys.executable)("-m", module, *arguments)
-    except ChildFailedError as error:
-        codes = {failure.exitcode for failure in error.failures.values()}
-        return USER_ERROR_EXIT_CODE if USER_ERROR_EXIT_CODE in codes else 1
-    except (SignalException, KeyboardInterrupt):
-        print(f"{module}: interrupted; its {count} ranks have been ended", file=sys.stderr)
-        return 130
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=count,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="127.0.0.1",
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            max_restarts=0,
+            monitor_interval=0.1,
+        )
+        try:
+            elastic_launch(config, sys.executable)("-m", module, *arguments)
+        except ChildFailedError as error:
+            mistakes = [failure for failure in error.failures.values() if failure.exitcode == USER_ERROR_EXIT_CODE]
+            if not mistakes:
+                return 1
+            print(f"error: {mistakes[0].message}", file=sys.stderr, flush=True)
+            return USER_ERROR_EXIT_CODE
+        except (SignalException, KeyboardInterrupt):
+            print(f"{module}: interrupted; its {count} ranks have been ended", file=sys.stderr)
+            return 130
     return 0

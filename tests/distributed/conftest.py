@@ -35,6 +35,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = [item for item in items if item.path.is_relative_to(HERE)]
     here.sort(key=_wanted_ranks)
     _collected.extend(here)
+    for item in here:
+        if not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(200))
     others = [item for item in items if not item.path.is_relative_to(HERE)]
     items[:] = here + others  # forked ranks come first: no other test has started threads yet
     if UNDER_TORCHRUN:
@@ -76,10 +79,8 @@ def shared_folder(tmp_path: Path) -> Path:
     name = torch.zeros(4096, dtype=torch.uint8)
     encoded = torch.tensor(list(str(tmp_path).encode()), dtype=torch.uint8)
     name[: len(encoded)] = encoded
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    name = name.to(device)
-    dist.broadcast(name, 0)
-    return Path(bytes(name.cpu().tolist()).rstrip(b"\0").decode())
+    dist.broadcast(name, 0)  # in host memory, so through gloo
+    return Path(bytes(name.tolist()).rstrip(b"\0").decode())
 
 
 def _wanted_ranks(item: pytest.Item) -> int:

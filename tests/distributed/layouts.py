@@ -83,10 +83,18 @@ class Model:
 @cache
 def _state_of(family: str, tied: bool) -> tuple[Any, Any]:
     torch.manual_seed(7)
-    sizes = dict(
-        vocab_size=131, hidden_size=48, intermediate_size=88, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=20, max_position_embeddings=64, tie_word_embeddings=tied, initializer_range=0.1,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "vocab_size": 131,
+        "hidden_size": 48,
+        "intermediate_size": 88,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 20,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.1,
+    }
     config = Qwen3Config(**sizes) if family == "qwen3" else LlamaConfig(**sizes)
     model = (Qwen3ForCausalLM if family == "qwen3" else LlamaForCausalLM)(config).float()
     with torch.no_grad():
@@ -141,7 +149,11 @@ class OracleTrainer:
     def __init__(self, model: PreTrainedModel, optimizer: OptimizerConfig = OPTIMIZER) -> None:
         self.model, self.clip_grad = model, optimizer.clip_grad
         self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=optimizer.lr, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps, weight_decay=0.0
+            model.parameters(),
+            lr=optimizer.lr,
+            betas=(optimizer.beta1, optimizer.beta2),
+            eps=optimizer.eps,
+            weight_decay=0.0,
         )
 
     def gradients(self, sequences: list[TokenSequence]) -> tuple[float, dict[str, torch.Tensor]]:

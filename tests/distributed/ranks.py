@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
-TEST_TIMEOUT_S = 110.0  # below pytest's own, so that ranks are ended before pytest gives up
+TEST_TIMEOUT_S = 150.0  # below pytest's own (conftest.py), so that ranks are ended before pytest gives up
 STRAGGLER_S = 3.0  # what is left to the other ranks once one has failed
 
 
@@ -32,16 +32,21 @@ class RankPool:
         """Import the engines here, once, then fork `size` ranks that inherit them and the collected tests."""
         import_engines()
         self.size = size
-        self._store = tempfile.NamedTemporaryFile(prefix="ranks-", delete=False)
-        self._ranks = [_fork(rank, size, items, self._store.name) for rank in range(size)]
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._ranks: list[_Rank] = []
+        for rank in range(size):
+            self._ranks.append(_fork(rank, size, items, f"{self._folder.name}/store", self._ranks))
 
     def run(self, item: int, shared_folder: Path | None) -> str | None:
         """Run test number `item` on every rank. Returns None, or why it failed; then the pool is closed."""
         message = json.dumps({"item": item, "shared_folder": str(shared_folder) if shared_folder else None})
-        for rank in self._ranks:
-            rank.requests.write(message + "\n")
-            rank.requests.flush()
-        failure = self._collect()
+        try:
+            for rank in self._ranks:
+                rank.requests.write(message + "\n")
+                rank.requests.flush()
+            failure = self._collect()
+        except BrokenPipeError:
+            failure = "a rank had ended after the test before"
         if failure:
             self.close()
         return failure
@@ -60,7 +65,7 @@ class RankPool:
                 os.waitpid(rank.pid, 0)
             rank.answers.close()
         self._ranks = []
-        Path(self._store.name).unlink(missing_ok=True)
+        self._folder.cleanup()
 
     def _collect(self) -> str | None:
         """Wait for every rank's answer; after a first failure the others have little time left."""
@@ -109,7 +114,7 @@ def import_engines() -> None:
     transformers.logging.disable_progress_bar()
 
 
-def _fork(rank: int, size: int, items: Sequence[pytest.Item], store: str) -> _Rank:
+def _fork(rank: int, size: int, items: Sequence[pytest.Item], store: str, earlier: "Sequence[_Rank]") -> _Rank:
     request_read, request_write = os.pipe()
     answer_read, answer_write = os.pipe()
     pid = os.fork()
@@ -118,6 +123,8 @@ def _fork(rank: int, size: int, items: Sequence[pytest.Item], store: str) -> _Ra
         try:
             os.close(request_write)
             os.close(answer_read)
+            for other in earlier:  # held open here, an earlier rank would not see that this pytest has ended
+                os.close(other.requests.fileno())
             _serve(rank, size, items, store, os.fdopen(request_read), os.fdopen(answer_write, "w"))
             code = 0
         except BaseException:

@@ -22,25 +22,35 @@ SAVED_AT = Layout(tp=2, pp=2, sp=True)
 ELSEWHERE = [Layout(), Layout(pp=4), Layout(tp=2), Layout(pp=2, vpp=2)]
 
 
-@pytest.mark.parametrize("distributed", [True, False], ids=["distributed_optimizer", "plain_optimizer"])
+OPTIONS = {
+    "plain": {},
+    "distributed": {"distributed_optimizer": True},
+    "overlap": {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+}
+# What each is continued with: overlap is switched off, since what was saved must not wait for a gather to come.
+CONTINUED_WITH = {"plain": "plain", "distributed": "distributed", "overlap": "distributed"}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_training_continues_at_another_layout(distributed: bool, tied: bool, shared_folder: Path) -> None:
+def test_training_continues_at_another_layout(options: str, tied: bool, shared_folder: Path) -> None:
     folder = save_model(Model("qwen3", tied).build(), shared_folder / "model")
     loss = SupervisedLoss()
-    actor = build_actor(folder, SAVED_AT.config(distributed_optimizer=distributed), OPTIMIZER)
+    saved_at = Layout(tp=2) if options == "overlap" else SAVED_AT  # without data parallelism there is nothing to gather
+    actor = build_actor(folder, saved_at.config(**OPTIONS[options]), OPTIMIZER)
     for step in range(3):
         actor.train_step(random_sequences(step), loss)
     path = save_checkpoint(actor, shared_folder / "checkpoints", 3)
     uninterrupted = [actor.train_step(random_sequences(step), loss) for step in range(3, 6)]
     actor.close()
 
-    for layout in [SAVED_AT, *ELSEWHERE]:
-        actor = build_actor(folder, layout.config(distributed_optimizer=distributed), OPTIMIZER, init="random")
+    for layout in [saved_at, *ELSEWHERE]:
+        actor = build_actor(folder, layout.config(**OPTIONS[CONTINUED_WITH[options]]), OPTIMIZER, init="random")
         assert load_checkpoint(actor, path) == 3
         resumed = [actor.train_step(random_sequences(step), loss) for step in range(3, 6)]
         actor.close()
         # The same layout repeats every sum in the same order; another one may differ in the last bits of float32.
-        tolerance = 0.0 if layout == SAVED_AT else 1e-6
+        tolerance = 0.0 if layout == saved_at else 1e-6
         for one, other in zip(uninterrupted, resumed, strict=True):
             assert one.loss == pytest.approx(other.loss, abs=tolerance, rel=0), f"{layout}: {uninterrupted} {resumed}"
             assert one.lr == other.lr
@@ -51,7 +61,7 @@ def test_a_marker_is_written_last_and_a_folder_without_it_is_not_used(shared_fol
     actor.train_step(random_sequences(), SupervisedLoss())
     root = shared_folder / "checkpoints"
     first, second = save_checkpoint(actor, root, 1), save_checkpoint(actor, root, 2)
-    assert newest_complete(root) == second
+    assert newest_complete(root) == (second, [])
     marker = json.loads((second / "complete.json").read_text())
     assert marker["step"] == 2
     assert {*marker["files"], "complete.json"} == {path.name for path in second.iterdir()}
@@ -59,7 +69,7 @@ def test_a_marker_is_written_last_and_a_folder_without_it_is_not_used(shared_fol
     if dist.get_rank() == 0:
         (second / "complete.json").unlink()
     dist.barrier()
-    assert newest_complete(root) == first
+    assert newest_complete(root)[0] == first
     with pytest.raises(UserError, match="incomplete checkpoint"):
         load_checkpoint(actor, second)
     actor.close()
@@ -73,6 +83,23 @@ def test_a_checkpoint_of_another_model_is_refused(shared_folder: Path) -> None:
     actor = build_actor(save_model(Model("llama").build(), shared_folder / "llama"), Layout(tp=2, pp=2).config())
     with pytest.raises(UserError, match="does not fit the model"):
         load_checkpoint(actor, path)
+    actor.close()
+
+
+@pytest.mark.parametrize("options", ["plain", "distributed"])
+def test_a_resume_takes_todays_optimizer_settings(options: str, shared_folder: Path) -> None:
+    folder = save_model(Model().build(), shared_folder / "model")
+    actor = build_actor(folder, Layout(tp=2, pp=2).config(**OPTIONS[options]), OPTIMIZER)
+    actor.train_step(random_sequences(), SupervisedLoss())
+    path = save_checkpoint(actor, shared_folder / "checkpoints", 1)
+    actor.close()
+    today = OptimizerConfig(lr=5e-4, min_lr=1e-4, beta2=0.99, weight_decay=0.3)
+    actor = build_actor(folder, Layout(tp=2, pp=2).config(**OPTIONS[options]), today)
+    load_checkpoint(actor, path)
+    assert actor.train_step(random_sequences(), SupervisedLoss()).lr == 5e-4
+    for group in actor.optimizer.param_groups:
+        assert tuple(group["betas"]) == (0.9, 0.99)
+        assert group["weight_decay"] in (0.0, 0.3)  # 0 for norms
     actor.close()
 
 

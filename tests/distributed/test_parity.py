@@ -10,6 +10,7 @@ from a3po_megatron.actor import pipeline
 from a3po_megatron.actor.actor import Actor
 from a3po_megatron.actor.hf_weights import export_weights
 from a3po_megatron.actor.logprobs import token_logprobs
+from a3po_megatron.actor.optimizer import NonFiniteError
 from a3po_megatron.batching.packing import TokenSequence
 from a3po_megatron.objective.supervised import SupervisedLoss
 from tests.distributed.layouts import (
@@ -53,6 +54,16 @@ CASES = [
     (LLAMA, Layout(tp=2, pp=2, sp=True), {}),
     (LLAMA, Layout(pp=4), {}),
 ]
+
+
+ALL_LAYOUTS = [
+    Layout(tp, pp, sp, vpp, options)
+    for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4))
+    for sp in ([False, True] if tp > 1 else [False])
+    for vpp in ([1, 2] if pp == 2 else [1])
+    for options in ({}, DISTRIBUTED, OVERLAP)
+]
+BFLOAT16_LOGPROBS, BFLOAT16_GRADIENT_NORM = 0.1, 0.04
 
 
 def _name(value: object) -> str:
@@ -101,6 +112,63 @@ def test_a_rank_without_sequences_still_takes_part(shared_folder: Path) -> None:
     actor.close()
 
 
+def test_bfloat16_stays_near_float32(shared_folder: Path) -> None:
+    """bfloat16 has 8 bits of mantissa: log-probs differ by a few hundredths here. The bounds are about twice what was seen."""
+    folder, sequences = save_model(QWEN.build(), shared_folder), random_sequences()
+    actor = build_actor(folder, Layout(tp=2, pp=2, sp=True).config(dtype="bfloat16"))
+    oracle = QWEN.build()
+    for index, logprobs in actor.logprobs(sequences).items():
+        with torch.no_grad():
+            expected = oracle_logprobs(oracle, sequences[index])
+        torch.testing.assert_close(torch.tensor(logprobs), expected, atol=BFLOAT16_LOGPROBS, rtol=0)
+    trainer = OracleTrainer(oracle)
+    expected_loss, _ = trainer.gradients(sequences)
+    report = actor.train_step(sequences, SupervisedLoss())
+    assert report.loss == pytest.approx(expected_loss, abs=BFLOAT16_LOGPROBS)
+    assert report.grad_norm == pytest.approx(trainer.step(), rel=BFLOAT16_GRADIENT_NORM)
+    assert all(tensor.dtype == torch.bfloat16 for _, tensor in actor.export_weights())
+    actor.close()
+
+
+class _NotFinite(SupervisedLoss):
+    """A loss that is NaN, or finite with a gradient that is not."""
+
+    def __init__(self, only_the_gradient: bool) -> None:
+        self.only_the_gradient = only_the_gradient
+
+    def __call__(self, logprobs, trainable, fields):  # type: ignore[no-untyped-def]
+        loss, metrics = super().__call__(logprobs, trainable, fields)
+        if self.only_the_gradient:
+            return loss + (logprobs - logprobs.detach()).abs().sqrt().sum(), metrics  # sqrt has no derivative at 0
+        return loss * torch.nan, metrics
+
+
+@pytest.mark.parametrize("only_the_gradient", [False, True], ids=["loss", "gradient"])
+def test_a_step_that_is_not_finite_changes_nothing(only_the_gradient: bool, shared_folder: Path) -> None:
+    folder, sequences = save_model(QWEN.build(), shared_folder), random_sequences()
+    actor = build_actor(folder, Layout(tp=2, pp=2).config())
+    before = {name: tensor.clone() for name, tensor in actor.export_weights()}
+    with pytest.raises(NonFiniteError):
+        actor.train_step(sequences, _NotFinite(only_the_gradient))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in actor.export_weights())
+    after = actor.train_step(sequences, SupervisedLoss())  # and the next step is as if nothing had been
+    actor.close()
+    untouched = build_actor(folder, Layout(tp=2, pp=2).config())
+    assert untouched.train_step(sequences, SupervisedLoss()) == after
+    untouched.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("microbatch_tokens", [24, 4096])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("model", [QWEN, TIED, LLAMA, Model("llama", tied=True)], ids=str)
+@pytest.mark.parametrize("layout", ALL_LAYOUTS, ids=str)
+def test_every_layout_with_every_model(
+    layout: Layout, model: Model, packed: bool, microbatch_tokens: int, shared_folder: Path
+) -> None:
+    _check_two_steps(model, layout, {"packed": packed, "max_tokens_per_microbatch": microbatch_tokens}, shared_folder)
+
+
 def _check_two_steps(model: Model, layout: Layout, changes: dict, folder: Path) -> None:
     """Log-probs before, gradients, gradient norm and loss of each step, and parameters after two."""
     oracle = model.build()
@@ -109,7 +177,11 @@ def _check_two_steps(model: Model, layout: Layout, changes: dict, folder: Path) 
     for step in range(2):
         sequences = random_sequences(seed=step)
         with torch.no_grad():
-            for index, logprobs in actor.logprobs(sequences).items():
+            computed = actor.logprobs(sequences)
+            assert actor.add_up(len(computed)) == len(
+                sequences
+            )  # the last stage's data-parallel ranks have each one once
+            for index, logprobs in computed.items():
                 expected = oracle_logprobs(oracle, sequences[index])
                 torch.testing.assert_close(torch.tensor(logprobs), expected, atol=TOLERANCE, rtol=0)
         expected_loss, expected_gradients = trainer.gradients(sequences)
@@ -127,7 +199,9 @@ def _gradients(actor: Actor, sequences: list[TokenSequence]) -> dict[str, torch.
     pipeline.forward_backward(
         actor.chunks, actor._microbatches(sequences), token_logprobs, actor.shape.vocab_size, SupervisedLoss()
     )
-    if actor.settings.distributed_optimizer:  # each data-parallel rank has reduced one shard of each bucket: put them together
+    if (
+        actor.settings.distributed_optimizer
+    ):  # each data-parallel rank has reduced one shard of each bucket: put them together
         for buffer in (buffer for chunk in actor.chunks for buffer in chunk.buffers):
             for bucket in buffer.buckets:
                 shards = list(bucket.grad_data.chunk(actor.place.dp_size))
@@ -138,4 +212,6 @@ def _gradients(actor: Actor, sequences: list[TokenSequence]) -> dict[str, torch.
 def _assert_all_close(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert ours.keys() == expected.keys()
     for name, tensor in ours.items():
-        torch.testing.assert_close(tensor.cpu(), expected[name].detach(), atol=TOLERANCE, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            tensor.cpu(), expected[name].detach(), atol=TOLERANCE, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+        )

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from a3po_megatron.actor import parallel, publish, training
+from a3po_megatron.actor.actor import Actor
 from a3po_megatron.actor.batch_step import BatchStep
 from a3po_megatron.actor.hf_folder import HFFolder
 from a3po_megatron.actor.hf_mapping import hf_shapes
@@ -31,9 +32,19 @@ from a3po_megatron.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from a3po_megatron.controller.link import ControllerError
 from a3po_megatron.controller.messages import WeightManifest
 from a3po_megatron.records import Batch, Sample
-from tests.distributed.layouts import OPTIMIZER, Layout, Model, OracleTrainer, build_actor, oracle_logprobs, save_model
+from tests.distributed.layouts import (
+    OPTIMIZER,
+    Layout,
+    Model,
+    OracleTrainer,
+    build_actor,
+    oracle_logprobs,
+    random_sequences,
+    save_model,
+)
 
 TOLERANCE = 1e-5  # as in test_parity.py
 QWEN, TIED = Model("qwen3"), Model("qwen3", tied=True)
@@ -269,7 +280,7 @@ def test_the_loop_publishes_each_version_reports_each_step_and_leaves_model_and_
         with pytest.MonkeyPatch.context() as monkeypatch:
             link = run_loop(shared_folder / attempt, model, layout, monkeypatch, batches)
         run = shared_folder / attempt / "run"
-        newest = newest_complete(run / "checkpoints")
+        newest, _ = newest_complete(run / "checkpoints")
         assert newest is not None
         assert newest.name == "step_000002"
         if link:
@@ -302,3 +313,52 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_anything_is_published(sha
     if link:
         assert link.calls == ["batch 0"]
     parallel.destroy()
+
+
+class BrokenSender(FakeSender):
+    """Loses its receiver in the middle of a transfer."""
+
+    def send(self, specs: Sequence[Any], tensors: Any, version: int, bucket_bytes: int) -> int:
+        next(iter(tensors))
+        raise RuntimeError("sending bucket 1 of 2: a member of the weight group failed")
+
+
+class LinkWithoutReplicas(FakeLink):
+    """Hears from the receivers why the transfer failed."""
+
+    def finish_publication(self, version: int, time_s: float, num_bytes: int) -> dict[str, Any]:
+        raise ControllerError(f"/publish/finish: 500: version {version} reached no replica: r0: killed")
+
+
+@pytest.mark.ranks(1)
+def test_a_failed_publication_says_where_it_stopped_and_what_the_controller_knows(shared_folder: Path) -> None:
+    oracle = QWEN.build()
+    model = save_model(oracle, shared_folder / "model")
+    config = train_config(shared_folder, model, Layout().config(**TOKENS))
+    link = LinkWithoutReplicas([make_batch(oracle, 0)])
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(publish, "WeightSender", BrokenSender)
+        with pytest.raises(publish.PublicationError) as failure:
+            training.train(config, read_model_shape(model), link)
+    assert str(failure.value) == (
+        "publication of version 1: sending bucket 1 of 2: a member of the weight group failed; "
+        "/publish/finish: 500: version 1 reached no replica: r0: killed"
+    )
+    parallel.destroy()
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_logprobs_are_of_the_distribution_at_the_rollouts_temperature(temperature: float, shared_folder: Path) -> None:
+    oracle = QWEN.build()
+    folder = save_model(oracle, shared_folder)
+    model = ModelConfig(path=str(folder))
+    actor = Actor(read_model_shape(folder), model, Layout().config(), OPTIMIZER, seed=0, temperature=temperature)
+    sequences = random_sequences()
+    for index, logprobs in actor.logprobs(sequences).items():
+        tokens = torch.tensor(sequences[index].tokens)
+        with torch.no_grad():
+            expected = (oracle(input_ids=tokens[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        expected = expected.gather(-1, tokens[1:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(logprobs), expected, atol=TOLERANCE, rtol=0)
+    actor.close()

@@ -1,0 +1,156 @@
+"""The warm start as a user runs it: whole processes, real ranks."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).parents[2]
+CONFIG = "configs/demo_warmstart.yaml"
+TP2PP2 = ["actor.tensor_parallel=2", "actor.pipeline_parallel=2", "actor.sequence_parallel=true"]
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "recipes.pretrain", CONFIG, *arguments]
+
+
+def pretrain(*arguments: str, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*arguments), cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole warm start on one rank."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    run = pretrain(f"run.dir={folder}", timeout_s=240)
+    assert run.returncode == 0, run.stderr
+    return folder
+
+
+@pytest.mark.timeout(260)
+def test_the_warm_start_reaches_its_accuracy_and_writes_a_folder_that_transformers_loads(trained: Path) -> None:
+    last = rows(trained)[-1]
+    assert last["eval/accuracy"] >= 0.54
+    assert last["step"] < 400
+    model = AutoModelForCausalLM.from_pretrained(trained / "model")
+    tokenizer = AutoTokenizer.from_pretrained(trained / "model")
+    assert sum(parameter.numel() for parameter in model.parameters()) == 396_032
+    right = 0
+    for a in range(10, 60):
+        prompt = tokenizer(f"{a}+{a + 7}=", return_tensors="pt")
+        answer = model.generate(prompt["input_ids"], max_new_tokens=4, do_sample=False)[
+            0, prompt["input_ids"].shape[1] :
+        ]
+        right += tokenizer.decode(answer) == f"{2 * a + 7}<eos>"
+    # 0.54 of all questions come out right by greedy decoding in transformers too; fewer than 13 of 50 would be 4 sigma off.
+    assert right >= 13
+
+
+@pytest.mark.timeout(240)
+def test_four_ranks_train_alike_and_resume_where_they_stopped(trained: Path, tmp_path: Path) -> None:
+    """TP2 x PP2 with sequence parallelism: the first losses are those of one rank; stopped and resumed at PP2 it goes on."""
+    folder = tmp_path / "run"
+    settings = [f"run.dir={folder}", "eval_every=0", "stop_at_accuracy=1.0"]
+    first = pretrain(*settings, *TP2PP2, "run.num_steps=8")
+    assert first.returncode == 0, first.stderr
+    resumed = pretrain(*settings, "actor.pipeline_parallel=2", "run.num_steps=12", "run.resume=true")
+    assert resumed.returncode == 0, resumed.stderr
+    ours, expected = rows(folder), rows(trained)[:12]
+    assert [row["step"] for row in ours] == list(range(1, 13))
+    for row, other in zip(ours, expected, strict=True):
+        # The layouts add float32 in another order, and twelve steps of Adam enlarge that a little.
+        assert row["loss"] == pytest.approx(other["loss"], abs=1e-4), row["step"]
+    AutoModelForCausalLM.from_pretrained(folder / "model")
+
+
+def _leave(trained: Path, folder: Path) -> Path:
+    shutil.copytree(trained, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["run.num_stepz=3"], "unknown key 'run.num_stepz'; did you mean 'run.num_steps'?"),
+        (["actor.tensor_parallel=3"], "actor.tensor_parallel=3 does not divide the model's 4 query heads"),
+        (["actor.pipeline_parallel=4"], "makes 4 chunks, more than the model's 2 layers; use at most 2"),
+        (["model.path=nowhere"], "model.path: nowhere is not a folder"),
+        (["model.init=pretrained"], "no weights: expected model.safetensors"),
+        (["run.resume=true"], "run.resume=true: no complete checkpoint below"),
+        (["actor.device=cuda"], "actor.device=cuda: local rank 0 has no GPU"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(overrides: list[str], message: str, tmp_path: Path) -> None:
+    run = pretrain(f"run.dir={tmp_path / 'run'}", *overrides)
+    assert run.returncode == 2
+    assert message in run.stderr
+    assert len(run.stderr.splitlines()) == 1, run.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_heads_that_tensor_parallel_does_not_divide_are_refused(tmp_path: Path) -> None:
+    """SmolLM2's 9 query and 3 key/value heads at TP2; virtual stages with batched p2p on a model of four layers."""
+    config = json.loads((ROOT / "configs/models/arithmetic_qwen3/config.json").read_text())
+    smollm2 = config | {"num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps(smollm2))
+    run = pretrain(f"model.path={tmp_path}", "actor.tensor_parallel=2")
+    assert (run.returncode, len(run.stderr.splitlines())) == (2, 1)
+    assert "does not divide the model's 9 query heads; use 1 or 3" in run.stderr
+    virtual = ["actor.pipeline_parallel=2", "actor.virtual_pipeline_parallel=2", "actor.p2p_communication=batched"]
+    run = pretrain(f"model.path={tmp_path}", *virtual)
+    assert (run.returncode, len(run.stderr.splitlines())) == (2, 1)
+    assert "trains silently wrong on megatron-core" in run.stderr
+
+
+def test_a_run_is_not_written_over_and_a_damaged_checkpoint_is_named(trained: Path, tmp_path: Path) -> None:
+    folder = _leave(trained, tmp_path / "run")
+    run = pretrain(f"run.dir={folder}")
+    assert run.returncode == 2
+    assert "already holds a run; name another, remove it, or set run.resume=true" in run.stderr
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    data = max(checkpoint.iterdir(), key=lambda path: path.stat().st_size)
+    data.write_bytes(data.read_bytes()[:1000])
+    run = pretrain(f"run.dir={folder}", "run.resume=true")
+    assert run.returncode == 2
+    assert f"{data.name}: damaged checkpoint" in run.stderr
+    weights = folder / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    run = pretrain(f"run.dir={tmp_path / 'other'}", "model.init=pretrained", f"model.path={folder / 'model'}")
+    assert run.returncode == 2
+    assert "model.safetensors: damaged weights file" in run.stderr
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM], ids=lambda end: end.name)
+def test_an_interrupted_run_leaves_no_process(end: signal.Signals, tmp_path: Path) -> None:
+    settings = [f"run.dir={tmp_path / 'run'}", "run.num_steps=100000", "eval_every=0", "actor.pipeline_parallel=2"]
+    with subprocess.Popen(command(*settings), cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ) as run:
+        deadline = time.monotonic() + 90
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            assert time.monotonic() < deadline, "the ranks did not start training"
+            assert run.poll() is None
+            time.sleep(0.2)
+        ranks = psutil.Process(run.pid).children(recursive=True)
+        assert len(ranks) >= 2
+        run.send_signal(end)
+        assert run.wait(timeout=60) == 130
+        assert "interrupted; its 2 ranks have been ended" in run.stderr.read()
+    _, alive = psutil.wait_procs(ranks, timeout=10)
+    assert not alive
+
+
+def test_settings_are_printed_without_starting_anything() -> None:
+    run = pretrain("--print-config", "run.num_steps=3")
+    assert run.returncode == 0
+    assert "num_steps: 3" in run.stdout

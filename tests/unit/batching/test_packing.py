@@ -1,0 +1,99 @@
+"""Invariants of packing, for any sequences and layout."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from a3po_megatron.batching.packing import TokenSequence, balance, make_microbatches
+from a3po_megatron.errors import UserError
+
+
+def sequence(tokens: list[int], first_trainable: int = 1) -> TokenSequence:
+    ids = np.array(tokens, np.int64)
+    return TokenSequence(ids, np.arange(len(ids)) >= first_trainable, {"value": ids.astype(np.float32) / 10})
+
+
+def test_the_shift_of_a_hand_made_example() -> None:
+    (microbatch,) = make_microbatches(
+        [sequence([7, 8, 9]), sequence([4, 5])], dp_rank=0, dp_size=1, max_tokens=8, multiple_of=4
+    )
+    assert microbatch.tokens.tolist() == [[7, 8, 9, 4, 5, 0, 0, 0]]
+    assert microbatch.labels.tolist() == [[8, 9, 0, 5, 0, 0, 0, 0]]
+    assert microbatch.trainable.tolist() == [[True, True, False, True, False, False, False, False]]
+    assert np.allclose(microbatch.fields["value"], [[0.8, 0.9, 0, 0.5, 0, 0, 0, 0]])
+    assert microbatch.positions.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
+    assert microbatch.cu_seqlens is not None
+    assert microbatch.cu_seqlens.tolist() == [0, 3, 5, 8]
+
+
+def test_padded_rows_of_a_hand_made_example() -> None:
+    (microbatch,) = make_microbatches(
+        [sequence([7, 8, 9]), sequence([4, 5])], dp_rank=0, dp_size=1, max_tokens=8, packed=False
+    )
+    assert microbatch.tokens.tolist() == [[7, 8, 9], [4, 5, 0]]
+    assert microbatch.labels.tolist() == [[8, 9, 0], [5, 0, 0]]
+    assert microbatch.trainable.tolist() == [[True, True, False], [True, False, False]]
+    assert microbatch.cu_seqlens is None
+
+
+@given(
+    lengths=st.lists(st.integers(2, 30), max_size=30),
+    dp_size=st.integers(1, 4),
+    budget=st.integers(32, 80),
+    packed=st.booleans(),
+    multiple_of=st.sampled_from([1, 2, 4]),
+    count_multiple_of=st.sampled_from([1, 2, 3]),
+)
+def test_packing_keeps_every_trainable_token_exactly_once(
+    lengths: list[int], dp_size: int, budget: int, packed: bool, multiple_of: int, count_multiple_of: int
+) -> None:
+    start = np.cumsum([0, *lengths])
+    sequences = [sequence(list(range(1000 + s, 1000 + s + n))) for s, n in zip(start[:-1], lengths, strict=True)]
+    ranks = [
+        make_microbatches(
+            sequences, dp_rank=rank, dp_size=dp_size, max_tokens=budget, packed=packed, multiple_of=multiple_of,
+            count_multiple_of=count_multiple_of,
+        )
+        for rank in range(dp_size)
+    ]  # fmt: skip
+    assert len({len(microbatches) for microbatches in ranks}) == 1
+    assert len(ranks[0]) % count_multiple_of == 0
+    everything = [microbatch for microbatches in ranks for microbatch in microbatches]
+    labels = np.concatenate([microbatch.labels[microbatch.trainable] for microbatch in everything])
+    expected = np.concatenate([s.tokens[s.trainable] for s in sequences]) if sequences else np.array([])
+    assert sorted(labels.tolist()) == sorted(expected.tolist())
+    for microbatch in everything:
+        assert microbatch.tokens.size <= budget
+        assert microbatch.tokens.shape[1] % multiple_of == 0
+        assert np.allclose(
+            microbatch.fields["value"][microbatch.trainable] if sequences else 0,
+            microbatch.labels[microbatch.trainable] / 10,
+        )
+        if packed:
+            assert microbatch.cu_seqlens is not None
+            assert microbatch.cu_seqlens[-1] == microbatch.tokens.size
+            assert (np.diff(microbatch.cu_seqlens) > 0).all()
+    back = {i: values for m in everything for i, values in m.by_sequence(m.labels).items()}
+    assert back.keys() == set(range(len(sequences)))
+    assert all(np.array_equal(back[i], s.tokens[1:]) for i, s in enumerate(sequences))
+
+
+@given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=40), bins=st.integers(1, 8))
+def test_balanced_bins_differ_by_at_most_the_longest_sequence(lengths: list[int], bins: int) -> None:
+    held = [sum(lengths[i] for i in members) for members in balance(lengths, bins)]
+    assert sum(held) == sum(lengths)
+    assert max(held) - min(held) <= max(lengths)
+
+
+def test_a_sequence_that_no_microbatch_can_hold_is_refused() -> None:
+    with pytest.raises(
+        UserError,
+        match=r"actor\.max_tokens_per_microbatch=8: a sequence of 9 tokens does not fit; raise it to at least 12",
+    ):
+        make_microbatches([sequence(list(range(9)))], dp_rank=0, dp_size=1, max_tokens=8, multiple_of=4)
+
+
+def test_a_sequence_whose_first_token_is_trainable_is_a_fault_of_ours() -> None:
+    with pytest.raises(AssertionError, match="first token"):
+        sequence([1, 2, 3], first_trainable=0)

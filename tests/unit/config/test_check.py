@@ -1,0 +1,145 @@
+"""Contradictory settings are refused, each with value, reason and fix."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from a3po_megatron.config.check import ARITHMETIC_VOCABULARY, check_actor, check_optimizer, check_pretrain
+from a3po_megatron.config.load import load_config
+from a3po_megatron.config.model_shape import ModelShape, read_model_shape
+from a3po_megatron.config.schema import (
+    ActorConfig,
+    ArithmeticTaskConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PretrainConfig,
+    RunConfig,
+)
+from a3po_megatron.data.arithmetic import TOKENS
+from a3po_megatron.errors import UserError
+
+SMOLLM2 = ModelShape("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192, 1e-5, 1e5, True)
+QWEN = ModelShape("qwen3", 4, 64, 128, 8, 4, 16, 1000, 512, 1e-6, 1e6, False)
+ROOT = Path(__file__).parents[3]
+
+
+SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
+
+
+def test_there_are_shipped_files() -> None:
+    assert SHIPPED
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_every_shipped_file_is_valid(path: Path) -> None:
+    config = load_config(PretrainConfig, path)
+    check_pretrain(config, read_model_shape(ROOT / config.model.path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "shape", "message"),
+    [
+        (
+            {"tensor_parallel": 2},
+            SMOLLM2,
+            "actor.tensor_parallel=2 does not divide the model's 9 query heads; use 1 or 3 and more",
+        ),
+        (
+            {"tensor_parallel": 8},
+            QWEN,
+            "actor.tensor_parallel=8 does not divide the model's 4 key/value heads; use 1 or 2 or 4",
+        ),
+        ({"pipeline_parallel": 8}, QWEN, "makes 8 chunks, more than the model's 4 layers; use at most 4"),
+        ({"pipeline_parallel": 3}, QWEN, "makes 3 chunks, which do not divide the model's 4 layers evenly"),
+        (
+            {"pipeline_parallel": 2, "virtual_pipeline_parallel": 4},
+            QWEN,
+            "makes 8 chunks, more than the model's 4 layers",
+        ),
+        ({"virtual_pipeline_parallel": 2}, QWEN, "virtual_pipeline_parallel=2 needs actor.pipeline_parallel above 1"),
+        (
+            {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "p2p_communication": "batched"},
+            QWEN,
+            "trains silently wrong on megatron-core (actor.virtual_pipeline_parallel=2, actor.pipeline_parallel=2); "
+            "use overlapped or auto",
+        ),
+        (
+            {"pipeline_parallel": 2, "p2p_communication": "overlapped"},
+            QWEN,
+            "needs actor.virtual_pipeline_parallel above 1",
+        ),
+        ({"sequence_parallel": True}, QWEN, "actor.sequence_parallel=true needs actor.tensor_parallel above 1"),
+        (
+            {"overlap_param_gather": True},
+            QWEN,
+            "needs actor.distributed_optimizer=true and actor.overlap_grad_reduce=true",
+        ),
+        ({"data_parallel": 0}, QWEN, "actor.data_parallel=0: must be at least 1"),
+        ({"max_tokens_per_microbatch": 0}, QWEN, "actor.max_tokens_per_microbatch=0: must be at least 1"),
+        ({"timeout_s": 0.0}, QWEN, "actor.timeout_s=0.0"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(settings: dict, shape: ModelShape, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_actor(ActorConfig(**settings), shape)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tensor_parallel": 4, "sequence_parallel": True},
+        {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "p2p_communication": "overlapped"},
+        {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2},
+        {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+    ],
+)
+def test_a_layout_that_fits_is_accepted(settings: dict) -> None:
+    check_actor(ActorConfig(**settings), QWEN)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": 0.0}, "optimizer.lr=0.0"),
+        ({"lr": 1e-3, "min_lr": 1e-2}, "optimizer.min_lr=0.01"),
+        ({"beta2": 1.0}, "optimizer.beta2=1.0"),
+        ({"eps": 0.0}, "optimizer.eps=0.0"),
+        ({"clip_grad": -1.0}, "optimizer.clip_grad=-1.0"),
+        (
+            {"lr_decay": "cosine", "lr_warmup_steps": 10, "lr_decay_steps": 10},
+            "must be above optimizer.lr_warmup_steps=10",
+        ),
+    ],
+)
+def test_an_optimizer_that_makes_no_sense_is_refused(settings: dict, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_optimizer(OptimizerConfig(**settings))
+    assert message in str(caught.value)
+
+
+def test_a_model_whose_vocabulary_is_too_small_for_the_task_is_refused() -> None:
+    assert len(TOKENS) == ARITHMETIC_VOCABULARY
+    with pytest.raises(UserError, match="a vocabulary of 13 tokens; the arithmetic task uses 14"):
+        check_pretrain(PretrainConfig(), replace(QWEN, vocab_size=13))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_questions": 10_000}, "num_questions=10000: the task has 9000 training questions"),
+        ({"task": ArithmeticTaskConfig(num_heldout=20_000)}, "task.num_heldout=20000: of 10000 questions at most 9999"),
+        ({"task": ArithmeticTaskConfig(max_operand=10**300)}, "positions"),
+        ({"run": RunConfig(seed=-1)}, "run.seed=-1: must be at least 0"),
+        ({"optimizer": OptimizerConfig(weight_decay=math.nan)}, "optimizer.weight_decay=nan: must be at least 0"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"stop_at_accuracy": 0.0}, "stop_at_accuracy=0.0"),
+        ({"model": ModelConfig(init_std=0.0)}, "model.init_std=0.0"),
+    ],
+)
+def test_pretraining_settings_out_of_range_are_refused(changes: dict, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_pretrain(replace(PretrainConfig(), **changes), QWEN)
+    assert message in str(caught.value)
