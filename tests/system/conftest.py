@@ -14,7 +14,7 @@ from tests.system.runs import DEADLINE_S, ROOT
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a model that answers some questions right: otherwise no reward differs from another."""
     folder = tmp_path_factory.mktemp("warm_start")
-    overrides = [f"run.dir={folder}", "run.num_steps=100", "eval_every=0", "task.num_heldout=50"]
+    overrides = [f"run.dir={folder}", "run.num_steps=150", "eval_every=0", "task.num_heldout=50"]
     done = subprocess.run(
         [sys.executable, "-m", "recipes.pretrain", "configs/demo_warmstart.yaml", *overrides],
         cwd=ROOT,

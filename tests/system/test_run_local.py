@@ -24,8 +24,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def free(runs: Path, model: Path) -> Finished:
-    """The demo, shortened: generation runs ahead as it can, and the held-out accuracy is measured."""
-    return run(runs / "free", model, "run.num_steps=8", "controller.max_eval_problems=50", "controller.eval_every=4")
+    """The demo, shortened: its batches, generation ahead as it can be, and the held-out accuracy on the way."""
+    batch = ("controller.prompts_per_batch=32", "controller.samples_per_prompt=8", "algorithm.num_minibatches=4")
+    evaluation = ("controller.max_eval_problems=50", "controller.eval_every=5")
+    return run(runs / "free", model, "run.num_steps=12", *batch, *evaluation)
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +36,10 @@ def lockstep(runs: Path, model: Path) -> Finished:
 
 
 def test_every_step_has_a_row_with_every_column(free):
-    assert free.column("step") == free.column("version") == list(range(8))
+    assert free.column("step") == free.column("version") == list(range(12))
     for row in free.rows:
         assert row.keys() >= COLUMNS
-    assert [row["step"] for row in free.rows if "eval/accuracy" in row] == [0, 4]
+    assert [row["step"] for row in free.rows if "eval/accuracy" in row] == [0, 5, 10]
     assert all(row["loss"] is not None and row["grad_norm"] > 0 for row in free.rows)
 
 
@@ -70,7 +72,7 @@ def test_the_run_ends_with_a_table_a_picture_and_a_model(free):
         assert text in free.output
     assert (free.folder / "report.png").stat().st_size > 10_000
     assert (free.folder / "model" / "model.safetensors").exists()
-    assert "step 8/8" in free.output
+    assert "step 12/12" in free.output
 
 
 def test_two_lockstep_runs_with_one_seed_are_the_same(lockstep, runs, model):
