@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("config", help="a YAML file, for example configs/demo_warmstart.yaml")
     parser.add_argument("overrides", nargs="*", help="settings to change, for example actor.tensor_parallel=2")
     parser.add_argument("--print-config", action="store_true", help="print the resolved settings and stop")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     config = load_config(PretrainConfig, options.config, options.overrides)
     shape = read_model_shape(config.model.path)
     check_pretrain(config, shape)
