@@ -8,15 +8,25 @@ PARTS := unit distributed engine system slurm
 PRESENT = $(foreach part,$(PARTS),$(if $(shell find tests/$(part) -name 'test_*.py'),$(part)))
 SHARD ?= 1/1
 
-.PHONY: setup demo test test-fast test-full lint clean lock
+.PHONY: setup demo smollm2 test test-fast test-full lint clean lock
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: requirements/cpu.txt tools/setup.sh tools/find_python.sh pyproject.toml
 	@VENV="$(VENV)" PYTHON="$(PYTHON)" tools/setup.sh
 
+# A warm start, then asynchronous reinforcement learning; a table and a picture in runs/demo. Can be repeated.
 demo: setup
-	rm -rf runs/demo_warmstart
-	$(PYTHON_IN_VENV) -m recipes.pretrain configs/demo_warmstart.yaml
+	@if [ -f runs/demo_warmstart/model/config.json ]; then echo "demo: the warm start in runs/demo_warmstart is there already"; \
+	else echo "demo: warm start, about a minute"; rm -rf runs/demo_warmstart; \
+	    $(PYTHON_IN_VENV) -m recipes.pretrain configs/demo_warmstart.yaml; fi
+	@if [ -e runs/demo ]; then echo "demo: removing runs/demo, an earlier demo"; rm -rf runs/demo; fi
+	$(PYTHON_IN_VENV) recipes/run_local.py configs/demo.yaml
+
+# A real pretrained model (135 M parameters) on GSM8K, a few steps on the CPU.
+smollm2: setup
+	$(PYTHON_IN_VENV) tools/fetch_smollm2.py
+	@rm -rf runs/smollm2_gsm8k_cpu
+	$(PYTHON_IN_VENV) recipes/run_local.py configs/smollm2_gsm8k_cpu.yaml run.num_steps=2
 
 test: setup
 	@set -e; for part in $(PRESENT); do echo "== tests/$$part"; $(PYTEST) tests/$$part; done

@@ -2,6 +2,7 @@
 
     train_step(sequences, loss) -> report      one optimizer step, in five verbs
     logprobs(sequences)                        forward only
+    logprobs_by_step(steps)                    forward only, once for several steps to come
     export_weights()                           a stream of (Hugging Face name, whole tensor)
 
 Every method is collective over all ranks, which all pass the same sequences.
@@ -10,6 +11,7 @@ Every method is collective over all ranks, which all pass the same sequences.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,9 +52,18 @@ class Actor:
     """A Megatron model in training on one rank."""
 
     def __init__(
-        self, shape: ModelShape, model: ModelConfig, actor: ActorConfig, optimizer: OptimizerConfig, seed: int
+        self,
+        shape: ModelShape,
+        model: ModelConfig,
+        actor: ActorConfig,
+        optimizer: OptimizerConfig,
+        seed: int,
+        temperature: float = 1.0,
     ) -> None:
-        """Build the model on this rank and fill it from `model`. Needs the default process group (`device.start`)."""
+        """Build the model on this rank and fill it from `model`. Needs the default process group (`device.start`).
+
+        `temperature`: that of the distribution whose log-probabilities are meant; logits are divided by it.
+        """
         self.shape, self.settings, self.optimizer_settings = shape, actor, optimizer
         self.device: torch.device = devices.choose_device(actor)
         self.place = parallel.initialize(actor, seed)
@@ -66,6 +77,8 @@ class Actor:
         self.chunks: list[DistributedDataParallel] = wrap_chunks(self.models, self.config, actor)
         self.optimizer: ChainedOptimizer = build_optimizer(self.chunks, optimizer, actor, DTYPES[actor.dtype])
         self.scheduler: OptimizerParamScheduler = build_scheduler(self.optimizer, optimizer)
+        self.num_forward_passes = 0  # microbatches that this rank has run so far, with or without gradient
+        self._token_logprobs = partial(token_logprobs, temperature=temperature)
 
     def train_step(self, sequences: Sequence[TokenSequence], loss: pipeline.Loss) -> StepReport:
         """Take one optimizer step on `sequences`.
@@ -78,7 +91,10 @@ class Actor:
         microbatches = self._microbatches(sequences)
 
         self._zero_gradients()
-        metrics = pipeline.forward_backward(self.chunks, microbatches, token_logprobs, self.shape.vocab_size, loss)
+        self.num_forward_passes += len(microbatches)
+        metrics = pipeline.forward_backward(
+            self.chunks, microbatches, self._token_logprobs, self.shape.vocab_size, loss
+        )
         totals = self._reduce(metrics, ["loss", *loss.metric_names])
         self._check_loss(totals["loss"])
         grad_norm = clip_and_check(self.optimizer, self.optimizer_settings.clip_grad)
@@ -99,11 +115,19 @@ class Actor:
 
         On the last pipeline stage, for the sequences of this data-parallel rank; empty on the other stages.
         """
-        return self._forward(sequences, token_logprobs)
+        return self.logprobs_by_step([sequences])[0]
+
+    def logprobs_by_step(self, steps: Sequence[Sequence[TokenSequence]]) -> list[dict[int, NDArray[np.float32]]]:
+        """Return `logprobs` of the sequences of each step, all in one pass through the pipeline.
+
+        The microbatches are those that `train_step` makes of the same sequences, so each sequence's log-probabilities
+        are computed on the rank, and in the company, in which its loss will be.
+        """
+        return self._forward(steps, self._token_logprobs)
 
     def is_greedy(self, sequences: Sequence[TokenSequence]) -> dict[int, NDArray[np.bool_]]:
         """Return {index: bool [n-1]}: whether each token but the first is the most probable one. Placed as `logprobs`."""
-        return self._forward(sequences, token_is_greedy)
+        return self._forward([sequences], token_is_greedy)[0]
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor) of the current weights in model order, on every rank."""
@@ -140,13 +164,16 @@ class Actor:
             count_multiple_of=self.place.pp_size if interleaved else 1,
         )
 
-    def _forward(self, sequences: Sequence[TokenSequence], processor: Any) -> dict[int, NDArray[Any]]:
-        microbatches = self._microbatches(sequences)
-        outputs = pipeline.forward_only(self.chunks, microbatches, processor, self.shape.vocab_size)
-        values: dict[int, NDArray[Any]] = {}
+    def _forward(self, steps: Sequence[Sequence[TokenSequence]], processor: Any) -> list[dict[int, NDArray[Any]]]:
+        microbatches = [self._microbatches(sequences) for sequences in steps]
+        in_order = [microbatch for step in microbatches for microbatch in step]
+        self.num_forward_passes += len(in_order)
+        outputs = iter(pipeline.forward_only(self.chunks, in_order, processor, self.shape.vocab_size))
+        values: list[dict[int, NDArray[Any]]] = [{} for _ in steps]
         if self.place.is_last_stage:
-            for microbatch, output in zip(microbatches, outputs, strict=True):
-                values.update(microbatch.by_sequence(output.cpu().numpy()))
+            for found, step in zip(values, microbatches, strict=True):
+                for microbatch in step:
+                    found.update(microbatch.by_sequence(next(outputs).cpu().numpy()))
         return values
 
     def _zero_gradients(self) -> None:

@@ -16,10 +16,18 @@ from torch import Tensor
 
 
 def token_logprobs(
-    *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, context: "LabelContext", **unused: Any
+    *,
+    hidden_states: Tensor,
+    output_layer: Any,
+    output_weight: Tensor | None,
+    context: "LabelContext",
+    temperature: float = 1.0,
+    **unused: Any,
 ) -> Tensor:
-    """Return float32 [b, s]: log-probability of `context.labels` under the model's distribution, with gradient."""
+    """Return float32 [b, s]: log-probability of `context.labels` under softmax(logits / temperature), with gradient."""
     logits = _logits(hidden_states, output_layer, output_weight, context)  # [s, b, v]
+    if temperature != 1.0:
+        logits = logits / temperature
     return -vocab_parallel_cross_entropy(logits, context.labels.T.contiguous()).T
 
 

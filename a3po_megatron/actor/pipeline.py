@@ -23,7 +23,9 @@ Metrics = dict[str, Tensor]
 class Loss(Protocol):
     """A loss from `objective/`."""
 
-    metric_names: tuple[str, ...]  # of the metrics it returns, the same on every rank
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Names of the metrics it returns, the same on every rank."""
 
     def __call__(self, logprobs: Tensor, trainable: Tensor, fields: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
         """Return the scalar loss, a sum over trainable tokens, and the metrics; all arguments are [b, s]."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from a3po_megatron.actor.actor import Actor, StepReport
 from a3po_megatron.actor.checkpoint import load_checkpoint, save_checkpoint
-from a3po_megatron.actor.hf_folder import write_hf_folder
+from a3po_megatron.actor.export import export_hf_folder
 from a3po_megatron.batching.packing import TokenSequence
 from a3po_megatron.checkpoint_folder import newest_complete
 from a3po_megatron.config.load import save_run_record
@@ -82,17 +82,6 @@ def greedy_accuracy(actor: Actor, sequences: Sequence[TokenSequence]) -> float:
     matches = actor.is_greedy(sequences)
     right = sum(bool(match[sequences[index].trainable[1:]].all()) for index, match in matches.items())
     return actor.add_up(right) / len(sequences)
-
-
-def export_hf_folder(actor: Actor, source: Path, destination: Path) -> None:
-    """Write the current weights with config and tokenizer from `source`. Collective; rank 0 writes."""
-    stream = actor.export_weights()
-    if dist.get_rank() == 0:
-        write_hf_folder(stream, source, destination)
-    else:
-        for _ in stream:
-            pass
-    dist.barrier()
 
 
 def _resume(actor: Actor, folder: Path) -> int:

@@ -3,11 +3,13 @@
 from a3po_megatron.config.model_shape import ModelShape
 from a3po_megatron.config.schema import (
     ActorConfig,
+    AlgorithmConfig,
     ArithmeticTaskConfig,
     ModelConfig,
     OptimizerConfig,
     PretrainConfig,
     RunConfig,
+    TrainConfig,
 )
 from a3po_megatron.errors import UserError
 
@@ -31,6 +33,52 @@ def check_pretrain(config: PretrainConfig, shape: ModelShape) -> None:
         )
     if not 0 < config.stop_at_accuracy <= 1:
         raise UserError(f"stop_at_accuracy={config.stop_at_accuracy}: an accuracy above 0 and at most 1")
+
+
+def check_train(config: TrainConfig, shape: ModelShape) -> None:
+    """Check every setting of a reinforcement learning run against the others and the model's shape.
+
+    Raises UserError for the first that is wrong.
+    """
+    # The controller's and the rollout's rooms keep the checks of their sections, and import `config` themselves.
+    from a3po_megatron.controller.build import check_controller
+
+    check_run(config.run)
+    check_model(config.model)
+    check_actor(config.actor, shape)
+    check_optimizer(config.optimizer)
+    check_algorithm(config.algorithm)
+    check_controller(config)  # rollout, data and reward too
+    if config.data.task == "arithmetic":
+        check_task(config.data.arithmetic, "data.arithmetic", shape)
+    _check_method(config)
+    _check_same_model(config, shape)
+    _check_lengths(config, shape)
+    if config.run.resume:
+        raise UserError(
+            "run.resume=true: a reinforcement learning run cannot be resumed yet; start it in a new run.dir"
+        )
+    if config.actor.world_size > 1 and config.actor.timeout_s < config.rollout.transfer_timeout_s:
+        raise UserError(
+            f"actor.timeout_s={config.actor.timeout_s} is below rollout.transfer_timeout_s="
+            f"{config.rollout.transfer_timeout_s}: the other ranks wait while rank 0 sends weights; make it as long"
+        )
+
+
+def check_algorithm(algorithm: AlgorithmConfig) -> None:
+    """Check the objective's own numbers."""
+    _at_least("algorithm.num_minibatches", algorithm.num_minibatches, 1)
+    if not 0 < algorithm.clip_low <= 1:
+        raise UserError(
+            f"algorithm.clip_low={algorithm.clip_low}: above 0 and at most 1, where nothing is clipped below"
+        )
+    if not algorithm.clip_high > 0:
+        raise UserError(f"algorithm.clip_high={algorithm.clip_high}: must be above 0")
+    if algorithm.behavior_weight_cap != 0 and not algorithm.behavior_weight_cap >= 1:
+        raise UserError(
+            f"algorithm.behavior_weight_cap={algorithm.behavior_weight_cap}: at least 1, the weight of fresh data, "
+            "or 0 for no cap"
+        )
 
 
 def check_task(task: ArithmeticTaskConfig, section: str, shape: ModelShape) -> int:
@@ -104,6 +152,56 @@ def check_optimizer(optimizer: OptimizerConfig) -> None:
         raise UserError(
             f"optimizer.lr_decay_steps={optimizer.lr_decay_steps} with lr_decay={optimizer.lr_decay}: "
             f"must be above optimizer.lr_warmup_steps={optimizer.lr_warmup_steps}, the step at which the decay starts"
+        )
+
+
+def _check_method(config: TrainConfig) -> None:
+    algorithm, controller = config.algorithm, config.controller
+    synchronous = controller.schedule == "lockstep" and controller.max_staleness == 0
+    if algorithm.method == "sync" and not synchronous:
+        raise UserError(
+            "algorithm.method=sync needs controller.schedule=lockstep and controller.max_staleness=0 (now "
+            f"{controller.schedule} and {controller.max_staleness}); for PPO on stale data use algorithm.method=behavior"
+        )
+    num_samples = controller.prompts_per_batch * controller.samples_per_prompt
+    if num_samples < algorithm.num_minibatches:
+        raise UserError(
+            f"algorithm.num_minibatches={algorithm.num_minibatches}: a batch has only {num_samples} samples "
+            f"(controller.prompts_per_batch={controller.prompts_per_batch} x "
+            f"controller.samples_per_prompt={controller.samples_per_prompt})"
+        )
+
+
+def _check_same_model(config: TrainConfig, shape: ModelShape) -> None:
+    if config.model.init == "random":
+        raise UserError(
+            "model.init=random: the rollout servers load the weights of model.path, so the actor must start from them; "
+            "use model.init=pretrained (recipes/pretrain.py writes a folder from random weights)"
+        )
+    if config.rollout.dtype != config.actor.dtype:
+        raise UserError(
+            f"rollout.dtype={config.rollout.dtype} differs from actor.dtype={config.actor.dtype}: log-probabilities of "
+            "fresh tokens would differ between the two from the start; use the same for both"
+        )
+    tp = config.rollout.tensor_parallel
+    if shape.num_attention_heads % tp:
+        raise UserError(
+            f"rollout.tensor_parallel={tp} does not divide the model's {shape.num_attention_heads} query heads"
+        )
+
+
+def _check_lengths(config: TrainConfig, shape: ModelShape) -> None:
+    longest = config.rollout.max_model_len  # check_rollout compares it with rollout.max_response_tokens
+    if longest > shape.max_position_embeddings:
+        raise UserError(
+            f"rollout.max_model_len={longest}: {config.model.path} is made for at most "
+            f"{shape.max_position_embeddings} positions (max_position_embeddings)"
+        )
+    if config.actor.max_tokens_per_microbatch < longest + config.actor.tensor_parallel:
+        raise UserError(
+            f"actor.max_tokens_per_microbatch={config.actor.max_tokens_per_microbatch}: a response may reach "
+            f"rollout.max_model_len={longest} tokens, which no microbatch could hold; "
+            f"use at least {longest + config.actor.tensor_parallel}"
         )
 
 

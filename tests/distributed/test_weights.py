@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from a3po_megatron.actor.export import export_hf_folder
 from a3po_megatron.actor.hf_weights import random_source
-from a3po_megatron.actor.pretraining import export_hf_folder
 from a3po_megatron.config.model_shape import read_model_shape
 from a3po_megatron.objective.supervised import SupervisedLoss
 from tests.distributed.layouts import Layout, Model, build_actor, random_sequences, save_model

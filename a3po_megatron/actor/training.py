@@ -1,0 +1,103 @@
+"""The actor's loop, on every rank: batch -> optimizer steps -> publication of the next version -> report.
+
+    rank 0    controller --batch--> tell all ranks --> N minibatches --> gather, send weights --> report --> controller
+    others                  (wait) --------------> --> N minibatches --> gather             --> (wait)
+
+Waits for the controller, at most `controller.batch_timeout_s` for a batch; woken by rank 0. A batch trained at version
+k starts from weights k, and weights k + 1 are published after its last minibatch.
+"""
+
+import time
+from pathlib import Path
+from typing import Protocol
+
+import torch.distributed as dist
+
+from a3po_megatron import wire
+from a3po_megatron.actor.actor import Actor
+from a3po_megatron.actor.batch_step import BatchStep, Row
+from a3po_megatron.actor.checkpoint import save_checkpoint
+from a3po_megatron.actor.control import ControlGroup, longest_wait_s
+from a3po_megatron.actor.export import export_hf_folder
+from a3po_megatron.actor.publish import PublicationLink, Publisher
+from a3po_megatron.config.model_shape import ModelShape
+from a3po_megatron.config.schema import TrainConfig
+from a3po_megatron.records import Batch
+
+
+class Link(PublicationLink, Protocol):
+    """What the loop asks of the controller; `controller/link.py` has it."""
+
+    def next_batch(self, version: int) -> Batch | None:
+        """Return the batch to train at `version`; None when the run is over."""
+
+    def report_step(self, step: int, version: int, metrics: Row) -> None:
+        """Hand over the actor's part of a row."""
+
+    def done(self, reason: str) -> None:
+        """End the run."""
+
+
+def train(config: TrainConfig, shape: ModelShape, link: Link | None) -> int:
+    """Train until the controller says that the run is over; write checkpoint and model; return the last version.
+
+    Collective. `link` on rank 0, None on the others. Raises NonFiniteError without advancing the version.
+    """
+    actor = Actor(shape, config.model, config.actor, config.optimizer, config.run.seed, config.rollout.temperature)
+    control = ControlGroup(longest_wait_s(config.controller))
+    publisher = Publisher(actor, control, config.rollout, link)
+    batch_step = BatchStep(actor, config.algorithm, config.controller.max_staleness, config.run.seed)
+    checkpoints, version = Path(config.run.dir) / "checkpoints", 0
+    clock = Stopwatch()
+    while (batch := _next_batch(control, link, version)) is not None:
+        wait_s = clock.lap_s()
+        metrics = batch_step.train(batch, version)
+        if config.run.checkpoint_every and (version + 1) % config.run.checkpoint_every == 0:
+            save_checkpoint(actor, checkpoints, version + 1)
+        clock.lap_s()
+        publisher.publish(version + 1)
+        if link:
+            times: Row = {"time/wait_s": wait_s, "time/publish_s": clock.lap_s()}
+            link.report_step(version, version, {**metrics, **times})
+        version += 1
+        clock.lap_s()
+    if actor.scheduler.num_steps:  # else the optimizer has no state, and the weights are those of model.path
+        save_checkpoint(actor, checkpoints, version)
+    export_hf_folder(actor, Path(config.model.path), Path(config.run.dir) / "model")
+    if link:
+        link.done(f"finished at version {version}")
+    publisher.close()
+    control.close()
+    actor.close()
+    return version
+
+
+def _next_batch(control: ControlGroup, link: Link | None, version: int) -> Batch | None:
+    """Return the batch on every rank; None at the end of the run."""
+    if link is None:
+        body = control.tell(None)
+        return wire.decode(body, Batch) if body else None
+    batch = link.next_batch(version)
+    control.tell(wire.encode(batch) if batch else b"")
+    return batch
+
+
+class Stopwatch:
+    """Seconds between two looks at it."""
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+
+    def lap_s(self) -> float:
+        """Return the seconds since the last lap and begin the next."""
+        before, self._since = self._since, time.monotonic()
+        return self._since - before
+
+
+def describe(config: TrainConfig) -> str:
+    """Return one line for the log: ranks and layout."""
+    actor = config.actor
+    return (
+        f"actor: {dist.get_world_size()} ranks (tensor {actor.tensor_parallel} x pipeline {actor.pipeline_parallel} x "
+        f"data {actor.data_parallel}), {actor.dtype}, method {config.algorithm.method}, model {config.model.path}"
+    )

@@ -1,0 +1,64 @@
+"""Finished groups that wait for a training step, and what is older than the staleness bound.
+
+The bound is kept twice. At admission (`controller/admission.py`) no group is started that would have to wait for longer
+than `max_staleness` versions. At consumption (`overdue_tokens`, here) tokens that got too old all the same, because
+their group ran for longer than its neighbours, are counted; the actor masks them. A group is never dropped for its age:
+the slow ones are the long answers, and dropping them would bias training against hard problems.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from a3po_megatron.records import Group, Sample
+
+
+class GroupBuffer:
+    """Groups by the index of their draw; the first drawn leave first, in whatever order they arrive."""
+
+    def __init__(self, groups_per_batch: int, in_order: bool) -> None:
+        """`in_order`: a batch is exactly the next `groups_per_batch` draws (lockstep), not the oldest ones there."""
+        self._groups: dict[int, Group] = {}
+        self._groups_per_batch = groups_per_batch
+        self._in_order = in_order
+        self.num_taken = 0  # groups that left, ever
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def put(self, draw_index: int, group: Group) -> None:
+        """Add the finished group of draw `draw_index`."""
+        assert draw_index not in self._groups, f"draw {draw_index} came twice"
+        self._groups[draw_index] = group
+
+    def ready(self) -> bool:
+        """Whether `take` can make a batch."""
+        return self._next_indices() is not None
+
+    def take(self) -> list[Group]:
+        """Remove and return the next batch of groups, ordered by draw index; only when `ready()`."""
+        indices = self._next_indices()
+        assert indices is not None, "take() before ready()"
+        self.num_taken += len(indices)
+        return [self._groups.pop(index) for index in indices]
+
+    def items(self) -> list[tuple[int, Group]]:
+        """Return (draw index, group) of all that wait, by draw index."""
+        return sorted(self._groups.items(), key=lambda item: item[0])
+
+    def _next_indices(self) -> Sequence[int] | None:
+        if self._in_order:
+            wanted = range(self.num_taken, self.num_taken + self._groups_per_batch)
+            return wanted if all(index in self._groups for index in wanted) else None
+        oldest = sorted(self._groups)[: self._groups_per_batch]
+        return oldest if len(oldest) == self._groups_per_batch else None
+
+
+def staleness(samples: Sequence[Sample], version: int) -> np.ndarray:
+    """Return d = version - (version that sampled the token) of all response tokens, end to end [tokens]."""
+    return version - np.concatenate([sample.versions for sample in samples])
+
+
+def overdue_tokens(samples: Sequence[Sample], version: int, max_staleness: int) -> int:
+    """Return how many response tokens are older than the bound in a batch that is trained at `version`."""
+    return int((staleness(samples, version) > max_staleness).sum())

@@ -1,0 +1,100 @@
+"""From the settings of a run to a controller that can run."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from a3po_megatron.config.model_shape import read_model_shape
+from a3po_megatron.config.schema import ControllerConfig, RolloutConfig, TrainConfig
+from a3po_megatron.controller.loop import Controller
+from a3po_megatron.controller.parts import Parts
+from a3po_megatron.controller.rows import RunFiles
+from a3po_megatron.data.load import load_task
+from a3po_megatron.data.source import PromptSource
+from a3po_megatron.errors import UserError
+from a3po_megatron.records import Float32, Problem
+from a3po_megatron.reward.base import build_reward, shuffled_rewards
+from a3po_megatron.rollout.fleet import Fleet
+from a3po_megatron.rollout.sampling import SamplingSettings, check_rollout
+
+
+def build_controller(config: TrainConfig, token: str) -> Controller:
+    """Load the problems and put everything together, for settings that `check_controller` has passed.
+
+    Starts the files of the run's folder. Raises UserError for a file or row that is wrong, or another run's folder.
+    """
+    data = load_task(config.data, config.model)
+    heldout = data.heldout[: config.controller.max_eval_problems]
+    check_lengths([*data.train, *heldout], config.rollout)
+    run_dir = Path(config.run.dir)
+    vocab_size = read_model_shape(config.model.path).vocab_size
+
+    def reshuffle(rewards: Float32, batch_index: int) -> Float32:
+        return shuffled_rewards(rewards, config.run.seed, batch_index)
+
+    parts = Parts(
+        fleet=Fleet(config.rollout, token, run_dir / "rendezvous", vocab_size=vocab_size),
+        source=PromptSource(data.train, config.run.seed),
+        heldout=heldout,
+        reward=build_reward(config.reward, data.decode_answer),
+        reshuffle_rewards=reshuffle if config.reward.shuffle else None,
+        sampling=SamplingSettings.from_config(config.rollout),
+        greedy=SamplingSettings.from_config(config.rollout, evaluation=True),
+        files=RunFiles(run_dir, data.decode, resume=config.run.resume),
+        say=partial(print, flush=True),
+    )
+    return Controller(config.controller, config.run.num_steps, config.run.seed, parts)
+
+
+def check_controller(config: TrainConfig) -> None:
+    """Refuse controller, rollout, data and reward settings that cannot work. Raises UserError."""
+    check_rollout(config.rollout)
+    controller = config.controller
+    at_least: dict[str, int] = {
+        "prompts_per_batch": 1,
+        "max_concurrent_groups": 1,
+        "max_concurrent_evals": 1,
+        "max_staleness": 0,
+        "eval_every": 0,
+        "max_eval_problems": 0,
+    }
+    for name, minimum in at_least.items():
+        if getattr(controller, name) < minimum:
+            raise UserError(f"controller.{name}={getattr(controller, name)}: must be at least {minimum}")
+    if controller.samples_per_prompt < 2:
+        raise UserError(
+            f"controller.samples_per_prompt={controller.samples_per_prompt}: a sample is judged against the others of "
+            "its prompt, so at least 2 are needed"
+        )
+    for name in _timeouts(controller):
+        if getattr(controller, name) <= 0:
+            raise UserError(f"controller.{name}={getattr(controller, name)}: a number of seconds above 0")
+    if controller.host in ("", "0.0.0.0", "::"):
+        raise UserError(
+            f"controller.host={controller.host or '(empty)'}: would listen on every network; name the loopback "
+            "(127.0.0.1) or the cluster's private address"
+        )
+    if not 1 <= controller.port <= 65535:
+        raise UserError(f"controller.port={controller.port}: between 1 and 65535")
+    reward_of_task = {"arithmetic": "exact", "gsm8k": "numeric"}[config.data.task]
+    if config.reward.kind != reward_of_task:
+        raise UserError(
+            f"reward.kind={config.reward.kind} does not fit data.task={config.data.task}; "
+            f"use reward.kind={reward_of_task}"
+        )
+
+
+def check_lengths(problems: Sequence[Problem], rollout: RolloutConfig) -> None:
+    """Refuse a prompt that leaves no room for the response, before anything is generated. Raises UserError."""
+    longest = max(problems, key=lambda problem: len(problem.prompt_ids))
+    needed = len(longest.prompt_ids) + rollout.max_response_tokens
+    if needed > rollout.max_model_len:
+        raise UserError(
+            f"rollout.max_model_len={rollout.max_model_len}: problem {longest.id!r} has {len(longest.prompt_ids)} "
+            f"prompt tokens, with rollout.max_response_tokens={rollout.max_response_tokens} that is {needed}; "
+            "raise rollout.max_model_len"
+        )
+
+
+def _timeouts(controller: ControllerConfig) -> list[str]:
+    return [name for name in vars(controller) if name.endswith("_s")]

@@ -1,0 +1,104 @@
+"""One prompt becomes a group (n samples side by side, then their rewards), and B groups become a batch."""
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from a3po_megatron.batching.advantages import group_advantages
+from a3po_megatron.data.source import Draw
+from a3po_megatron.records import Batch, Float32, Group, Int32, Problem, Sample
+from a3po_megatron.reward.base import RewardFunction
+from a3po_megatron.rollout.client import Generation, PartialGeneration
+from a3po_megatron.rollout.sampling import SamplingSettings
+
+
+class Generator(Protocol):
+    """The part of the fleet that turns a prompt into a response."""
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int] | Int32,
+        sampling: SamplingSettings,
+        request_id: str,
+        partial: PartialGeneration | None = None,
+    ) -> Generation:
+        """Sample one response; `partial` receives its tokens as they arrive."""
+        ...
+
+
+@dataclass(frozen=True)
+class RunningGroup:
+    """A group in generation. Made by the loop when it starts the group, read by snapshots."""
+
+    draw: Draw
+    responses: tuple[PartialGeneration, ...]  # by sample index; the fleet appends to them, a snapshot copies them
+
+
+def request_seed(run_seed: int, problem_id: str, epoch: int, sample_index: int) -> int:
+    """Return the sampling seed of one request: another one for every sample, the same one in every run."""
+    text = repr((run_seed, problem_id, epoch, sample_index))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) & 0x7FFFFFFF
+
+
+async def generate_group(
+    running: RunningGroup,
+    fleet: Generator,
+    sampling: SamplingSettings,
+    run_seed: int,
+    reward: RewardFunction,
+    timeout_s: float,
+) -> Group:
+    """Sample one response for each of `running.responses`, all at once, and score them.
+
+    The order of the samples is that of their indices, whichever finishes first. Raises TimeoutError after `timeout_s`.
+    """
+    draw = running.draw
+
+    async def sample(index: int, partial: PartialGeneration) -> Sample:
+        settings = replace(sampling, seed=request_seed(run_seed, draw.problem.id, draw.epoch, index))
+        request_id = f"draw{draw.index}-sample{index}"
+        response = await fleet.generate(draw.problem.prompt_ids, settings, request_id, partial)
+        return Sample(
+            draw.problem.id,
+            draw.problem.prompt_ids,
+            response.token_ids,
+            response.logprobs,
+            response.versions,
+            response.finish_reason,
+        )
+
+    try:
+        async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as siblings:
+            tasks = [siblings.create_task(sample(index, part)) for index, part in enumerate(running.responses)]
+    except TimeoutError:
+        arrived = [len(response.token_ids) for response in running.responses]
+        raise TimeoutError(
+            f"waited {timeout_s:g} s (controller.group_timeout_s) for the responses to problem {draw.problem.id!r}; "
+            f"tokens that arrived: {arrived}; the rollout log says why"
+        ) from None
+    samples = tuple(task.result() for task in tasks)
+    return Group(draw.problem, samples, await score(reward, draw.problem, samples))
+
+
+async def score(reward: RewardFunction, problem: Problem, samples: Sequence[Sample]) -> Float32:
+    """Return the rewards [len(samples)], computed off the event loop so that a slow checker holds up nobody."""
+    values = await asyncio.to_thread(lambda: [reward(problem, sample.response_ids) for sample in samples])
+    return np.asarray(values, dtype=np.float32)
+
+
+def batch_of(groups: Sequence[Group], reshuffle: Callable[[Float32], Float32] | None = None) -> Batch:
+    """Return the groups' samples end to end with their advantages, each computed within its own group.
+
+    `reshuffle` maps the rewards of the whole batch [samples] before the advantages are taken (the negative control).
+    """
+    rewards = np.concatenate([group.rewards for group in groups])
+    if reshuffle is not None:
+        rewards = reshuffle(rewards)
+    ends = np.cumsum([len(group.samples) for group in groups])[:-1]
+    advantages = np.concatenate([group_advantages(part) for part in np.split(rewards, ends)])
+    samples = tuple(sample for group in groups for sample in group.samples)
+    return Batch(samples, rewards, advantages)

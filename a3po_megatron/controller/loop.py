@@ -1,0 +1,303 @@
+"""problem -> samples -> rewards -> group -> buffer -> batch -> (the actor trains) -> next version -> room for problems
+
+    prompt source --> _start_groups --> _run_group ----------> buffer ----> next_batch ---> ACTOR
+                          ^           one task a group;   groups     B groups, once          |
+                          |           n samples, rewards             all are there           | gradients
+                          |                 ^                                                v
+                      capacity              | tokens, log-probs, versions      begin_publication, weights,
+                          |                 |                                       finish_publication
+                          |           ROLLOUT FLEET <---------------- weights ---------------+
+                          |                 |                                                |
+                          |                 +--> _evaluate_due: accuracy of one version      |
+                          +----------------------------- version + 1 ------------------------+
+
+One event loop, so no locks. The coroutines named `_...` run in the background and never wait for the actor to train,
+only for `admission`; the public ones are the actor's calls, one HTTP route each. All wait through `Changes`: a
+condition over the fields of `Controller`, looked at again after every change, with a deadline.
+"""
+
+import asyncio
+import time
+from typing import Any
+
+from a3po_megatron.batching.buffer import GroupBuffer
+from a3po_megatron.config.schema import ControllerConfig
+from a3po_megatron.controller.admission import Admission
+from a3po_megatron.controller.evaluation import Evaluation, evaluate
+from a3po_megatron.controller.groups import RunningGroup, batch_of, generate_group
+from a3po_megatron.controller.messages import StepReport, WeightManifest
+from a3po_megatron.controller.parts import Parts
+from a3po_megatron.controller.rows import StepMetrics, batch_metrics, progress_line
+from a3po_megatron.controller.snapshot import Snapshot, copy_unfinished
+from a3po_megatron.controller.waiting import Changes
+from a3po_megatron.records import Batch
+from a3po_megatron.rollout.client import PartialGeneration
+
+
+class Refused(Exception):
+    """A call that does not fit the state of the run; one line that says why."""
+
+
+class RunOver(Exception):
+    """There will be no more batches."""
+
+
+class Controller:
+    """The state of one run and the loops over it."""
+
+    def __init__(self, config: ControllerConfig, num_steps: int, seed: int, parts: Parts) -> None:
+        self.config, self.num_steps, self.seed, self.parts = config, num_steps, seed, parts
+        self.admission = Admission(
+            config.schedule, config.max_staleness, config.prompts_per_batch, config.max_concurrent_groups, num_steps
+        )
+        self.changes = Changes()
+        self.buffer = GroupBuffer(config.prompts_per_batch, in_order=config.schedule == "lockstep")
+        self.running: dict[int, RunningGroup] = {}  # by draw index
+        self.accepted = 0  # finished groups, ever
+        self.version = 0  # of the weights that the fleet serves
+        self.publishing = False
+        self.evaluations: dict[int, Evaluation] = {}  # by version
+        self.last_row: dict[str, Any] = {}
+        self.replica_seen = False
+        self.done_reason: str | None = None
+        self._group_tasks: set[asyncio.Task[None]] = set()
+        self._handed_out: tuple[int, Batch] | None = None  # (version, the batch that is trained at it)
+        self._actor_calls = 0  # in progress
+        self._actor_signs = 0  # of life: starts and ends of its calls
+        self._first_batch_at: float | None = None
+        self._step_metrics = StepMetrics(time.monotonic())
+
+    # Background
+
+    async def run(self) -> None:
+        """Run all loops until the actor is done and the last weights are evaluated.
+
+        An exception in any of them cancels the others and is raised here, inside an ExceptionGroup.
+        """
+        async with asyncio.TaskGroup() as background:
+            generation = background.create_task(self._start_groups(background), name="start groups")
+            background.create_task(self._evaluate_due(), name="evaluate")
+            await self._actor_done()
+            for task in (generation, *self._group_tasks):
+                task.cancel()
+
+    async def _start_groups(self, background: asyncio.TaskGroup) -> None:
+        """Problems -> group tasks.
+
+        Consumes draws of the prompt source. Produces one `_run_group` task a draw. Waits for the first replica, then
+        for capacity. Woken by a registered replica, a finished group, a new version.
+        """
+        await self.changes.until(
+            lambda: self.replica_seen,
+            self.config.first_replica_timeout_s,
+            lambda: "the first rollout replica to register; the rollout log says what it is doing",
+        )
+        while self.accepted + len(self.running) < self.num_steps * self.config.prompts_per_batch:
+            await self.changes.until(
+                lambda: self._capacity() > 0,
+                self.config.actor_timeout_s + self.config.group_timeout_s,
+                lambda: f"room for a group: {self.accepted} finished, {len(self.running)} run, version {self.version}",
+            )
+            for _ in range(self._capacity()):
+                draw = self.parts.source.draw()
+                responses = tuple(PartialGeneration() for _ in range(self.config.samples_per_prompt))
+                self.running[draw.index] = group = RunningGroup(draw, responses)
+                task = background.create_task(self._run_group(group), name=f"draw {draw.index}")
+                self._group_tasks.add(task)
+                task.add_done_callback(self._group_tasks.discard)
+            self._step_metrics.generation(time.monotonic(), running=True)
+
+    async def _run_group(self, group: RunningGroup) -> None:
+        """Samples -> rewards -> buffer, for one group.
+
+        Consumes one draw. Produces one Group in the buffer. Waits for the fleet, at most `group_timeout_s`. Woken by
+        its own responses.
+        """
+        parts = self.parts
+        finished = await generate_group(
+            group, parts.fleet, parts.sampling, self.seed, parts.reward, self.config.group_timeout_s
+        )
+        del self.running[group.draw.index]
+        self.accepted += 1
+        self.buffer.put(group.draw.index, finished)
+        num_tokens = sum(len(sample.response_ids) for sample in finished.samples)
+        self._step_metrics.generation(time.monotonic(), bool(self.running), num_tokens)
+        self.changes.notify()
+
+    async def _evaluate_due(self) -> None:
+        """Held-out problems -> accuracy of the live version.
+
+        Consumes held-out problems. Produces a line of evals.jsonl. Waits for a version that is due. Woken by a
+        registered replica, a new version, the end of the run. Training and generation go on meanwhile; only the next
+        publication waits, so that an accuracy belongs to one version.
+        """
+        while True:
+            await self.changes.until(
+                lambda: self.done_reason is not None or self._evaluation_due(), None, lambda: "a version to evaluate"
+            )
+            if not self._evaluation_due():
+                return
+            evaluation = await evaluate(
+                self.parts.fleet,
+                self.parts.heldout,
+                self.parts.reward,
+                self.parts.greedy,
+                self.version,
+                self.config.max_concurrent_evals,
+                self.config.evaluation_timeout_s,
+            )
+            self.evaluations[self.version] = evaluation
+            self.parts.files.write_evaluation(evaluation)
+            self.parts.say(evaluation.line())
+            self.changes.notify()
+
+    async def _actor_done(self) -> None:
+        """Waits for the actor's last call. Woken by each of its calls, which starts the deadline anew."""
+        while self.done_reason is None:
+            signs = self._actor_signs
+            await self.changes.until(
+                lambda signs=signs: self._actor_signs != signs,  # type: ignore[misc]
+                None if self._actor_calls else self.config.actor_timeout_s,  # a call has its own deadline
+                lambda: f"the actor's next call at version {self.version}; the actor log says what it is doing",
+            )
+
+    # The actor's calls
+
+    def actor_calls(self, change: int) -> None:
+        """A call of the actor began (+1) or ended (-1)."""
+        self._actor_calls += change
+        self._actor_signs += 1
+        self.changes.notify()
+
+    async def next_batch(self, version: int) -> Batch | None:
+        """Return the batch to train at `version`; None if it is not there after `poll_s`: ask again.
+
+        Asking again after the batch was handed out returns the same one. Woken by a finished group. Raises RunOver
+        after the last batch, Refused for another version than the fleet's or when no replica can go on.
+        """
+        if self.done_reason is not None or version >= self.num_steps:
+            raise RunOver(f"the run is over after {self.num_steps} steps")
+        if version != self.version:
+            raise Refused(f"a batch for version {version}: the fleet serves version {self.version}")
+        if self._handed_out is None or self._handed_out[0] != version:
+            try:
+                await self.changes.until(
+                    lambda: self.done_reason is not None or self.buffer.ready(), self.config.poll_s, lambda: "a batch"
+                )
+            except TimeoutError:
+                if self.parts.fleet.needs_publication:
+                    raise Refused(
+                        f"no batch for version {version}: every replica was restarted and has the initial weights; "
+                        "start the run again from its last checkpoint"
+                    ) from None
+                return None
+            if self.done_reason is not None:
+                raise RunOver(f"the run is over: {self.done_reason}")
+            if self._handed_out is None or self._handed_out[0] != version:  # else another poll was faster
+                self._handed_out = version, self._make_batch(version)
+        return self._handed_out[1]
+
+    def _make_batch(self, version: int) -> Batch:
+        reshuffle = self.parts.reshuffle_rewards
+        groups = self.buffer.take()
+        batch = batch_of(groups, None if reshuffle is None else lambda rewards: reshuffle(rewards, version))
+        metrics = batch_metrics(batch, version, self.config.max_staleness, self.config.samples_per_prompt)
+        now = time.monotonic()
+        self._first_batch_at = self._first_batch_at or now
+        self._step_metrics.handed_out(now, metrics)
+        self.parts.files.write_samples(batch, step=version)
+        self.changes.notify()
+        return batch
+
+    async def begin_publication(self, manifest: WeightManifest) -> dict[str, Any]:
+        """Make the fleet ready to receive the weights of the next version; return whom to send them to.
+
+        Waits for an evaluation in progress and, in lockstep, for every group that must come from the version that is
+        replaced. Woken by a finished group, an evaluation. Raises Refused for any version but the next.
+        """
+        if self.publishing or manifest.version != self.version + 1:
+            state = f"is being replaced by version {self.version + 1}" if self.publishing else "is live"
+            raise Refused(f"publication of version {manifest.version}: version {self.version} {state}")
+        self._step_metrics.training_ended(time.monotonic())
+        await self.changes.until(
+            lambda: not self._evaluation_due() and self._groups_before(manifest.version) == 0,
+            self.config.publication_timeout_s,
+            lambda: f"{self._groups_before(manifest.version)} groups (and an evaluation) by version {self.version}",
+        )
+        self.publishing = True
+        fields: dict[str, list[Any]] = {"names": manifest.names, "dtypes": manifest.dtypes, "shapes": manifest.shapes}
+        return await self.parts.fleet.begin_publication(manifest.version, fields)
+
+    async def finish_publication(self, version: int) -> dict[str, Any]:
+        """Make `version` the run's version once the fleet serves it; return its members and those that failed.
+
+        Waits for the replicas. Raises Refused if this publication was not begun.
+        """
+        if not self.publishing or version != self.version + 1:
+            raise Refused(f"the end of the publication of version {version}, which was not begun")
+        async with asyncio.timeout(self.config.publication_timeout_s):
+            outcome = await self.parts.fleet.finish_publication(version)
+        for name, reason in outcome["failed"].items():
+            self.parts.say(f"version {version} did not reach replica {name}, which was dropped: {reason}")
+        self.version, self.publishing = version, False
+        self.changes.notify()
+        return outcome
+
+    async def report_step(self, report: StepReport) -> None:
+        """Write the step's row: the actor's metrics, the controller's, the accuracy of the version that was trained.
+
+        Waits for the evaluation of that version if it is still in progress. Raises Refused for any step but that of the
+        batch that was handed out last.
+        """
+        if self._handed_out is None or self._handed_out[0] != report.version:
+            raise Refused(f"a report of step {report.step}: the batch of version {report.version} was not the last one")
+        await self.changes.until(
+            lambda: self.version != report.version or not self._evaluation_due(),
+            self.config.evaluation_timeout_s,
+            lambda: f"the evaluation of version {report.version}",
+        )
+        row = {"step": report.step, "version": report.version, **self._step_metrics.row(time.monotonic())}
+        if report.version in self.evaluations:
+            row["eval/accuracy"] = self.evaluations[report.version].accuracy
+            row["eval/accuracy_standard_error"] = self.evaluations[report.version].standard_error
+        self.last_row = {**row, **report.metrics}
+        self.parts.files.write_row(self.last_row)
+        assert self._first_batch_at is not None, "a batch was handed out"
+        self.parts.say(progress_line(self.last_row, self.num_steps, time.monotonic() - self._first_batch_at))
+
+    def actor_is_done(self, reason: str) -> None:
+        """End the run: what still runs is cancelled, the live version is evaluated."""
+        self.done_reason = reason
+        self._actor_signs += 1
+        self.changes.notify()
+
+    # For everybody
+
+    def replica_registered(self) -> None:
+        """The fleet has a replica; generation may begin."""
+        self.replica_seen = True
+        self.changes.notify()
+
+    def snapshot(self) -> Snapshot:
+        """Return what is needed to go on: cursor, buffer, and the tokens that unfinished responses have so far."""
+        return Snapshot(
+            self.version,
+            self.buffer.num_taken,
+            self.parts.source.state(),
+            tuple(self.buffer.items()),
+            copy_unfinished(self.running.values()),
+        )
+
+    def _capacity(self) -> int:
+        return self.admission.capacity(self.version, self.accepted, len(self.running))
+
+    def _groups_before(self, next_version: int) -> int:
+        return self.admission.groups_before_publication(next_version, self.accepted)
+
+    def _evaluation_due(self) -> bool:
+        """Whether the live version must be evaluated, or is being evaluated, before it is replaced."""
+        if not (self.parts.heldout and self.replica_seen) or self.publishing or self.version in self.evaluations:
+            return False
+        every = self.config.eval_every
+        first_or_last = self.version in (0, self.num_steps) or self.done_reason is not None
+        return first_or_last or (every > 0 and self.version % every == 0)

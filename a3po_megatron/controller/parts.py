@@ -1,0 +1,60 @@
+"""What the loop is given: the fleet, problems, rewards, settings of the requests, files."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from a3po_megatron.controller.groups import Generator
+from a3po_megatron.controller.rows import RunFiles
+from a3po_megatron.data.source import PromptSource
+from a3po_megatron.records import Float32, Problem
+from a3po_megatron.reward.base import RewardFunction
+from a3po_megatron.rollout.sampling import SamplingSettings
+
+
+class Fleet(Generator, Protocol):
+    """What the loop needs of `rollout/fleet.py`."""
+
+    @property
+    def needs_publication(self) -> bool:
+        """Whether there are replicas, but none has the current weights."""
+        ...
+
+    async def register(self, name: str, url: str, world_size: int) -> dict[str, str]:
+        """Add a replica, or hear again from it; return its `state` and `reason`."""
+        ...
+
+    async def deregister(self, name: str, reason: str) -> None:
+        """Drop a replica."""
+        ...
+
+    def status(self) -> dict[str, Any]:
+        """Return the replicas and their states, for people."""
+        ...
+
+    async def begin_publication(self, version: int, manifest: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+        """Pause the replicas and make them receive; return the group's epoch, rendezvous and members."""
+        ...
+
+    async def finish_publication(self, version: int) -> dict[str, Any]:
+        """Wait until every member has the weights, let them go on as `version`; return who `failed` and was dropped."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close the connections to the replicas."""
+        ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of: built by `recipes/controller.py`, by fakes in tests."""
+
+    fleet: Fleet
+    source: PromptSource
+    heldout: Sequence[Problem]  # empty: no evaluation
+    reward: RewardFunction
+    reshuffle_rewards: Callable[[Float32, int], Float32] | None  # (rewards of a batch, its index) -> rewards
+    sampling: SamplingSettings  # of training; every request gets a seed of its own
+    greedy: SamplingSettings  # of evaluation
+    files: RunFiles
+    say: Callable[[str], None]  # prints one line of progress

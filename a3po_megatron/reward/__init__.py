@@ -1,0 +1,1 @@
+"""Answer checking. Imports no torch."""

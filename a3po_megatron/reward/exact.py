@@ -1,0 +1,12 @@
+"""Exact match on token ids: the reward of the arithmetic task."""
+
+from a3po_megatron.data.arithmetic import EOS_ID, encode_text
+from a3po_megatron.records import Int32, Problem
+
+
+def exact_match(problem: Problem, response_ids: Int32) -> float:
+    """Return 1.0 if the response is the answer followed by the end token and nothing else, else 0.0.
+
+    A right number that was cut off before the end token is worth nothing: the model has not said that it is done.
+    """
+    return float([*encode_text(problem.answer), EOS_ID] == list(response_ids))

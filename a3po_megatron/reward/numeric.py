@@ -1,0 +1,40 @@
+"""A simple reward for word problems: 1 when the response's final number equals the answer, else 0."""
+
+import re
+from decimal import Decimal
+
+MARKER = "####"
+# -1,234.50 with an optional dollar sign; a minus right after a digit, letter or bracket is a subtraction
+NUMBER = re.compile(
+    r"(?<![A-Za-z0-9.])"
+    r"(?:(?<![)\]])(?P<minus>-))?\$?(?P<minus_after_dollar>-)?"
+    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+)
+
+
+def numeric_reward(response_text: str, answer: str) -> float:
+    """Return 1.0 or 0.0. Pure and exact (decimals, no rounding): `0.33` is not one third, `5.00` is `5`, `50%` is `50`.
+
+    Example: `numeric_reward("6*7=42\\n#### $42.", "42") == 1.0`. Raises ValueError when `answer` holds no number.
+    """
+    expected = final_number(answer)
+    if expected is None:
+        raise ValueError(f"answer {answer!r} holds no number")
+    return float(final_number(response_text) == expected)
+
+
+def final_number(text: str) -> Decimal | None:
+    """Return the number after the last `####`; without a marker the last number of the text; None if there is none.
+
+    After a marker the first number counts, so that what a model goes on to say does not.
+    """
+    _, marker, tail = text.replace("\N{MINUS SIGN}", "-").rpartition(MARKER)
+    numbers = [_value(match) for match in NUMBER.finditer(tail)]
+    if not numbers:
+        return None
+    return numbers[0] if marker else numbers[-1]
+
+
+def _value(match: re.Match[str]) -> Decimal:
+    value = Decimal(match["digits"].replace(",", ""))
+    return value.copy_negate() if match["minus"] or match["minus_after_dollar"] else value  # unary minus would round

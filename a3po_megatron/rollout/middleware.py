@@ -1,0 +1,49 @@
+"""ASGI middleware, loaded into every vLLM server, that refuses all requests without the run's token.
+
+vLLM's own `--api-key` guards only a few prefixes; its control routes (pause, weights, `/collective_rpc`) would stay
+open to anybody who reaches the port.
+"""
+
+import hmac
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from a3po_megatron.rollout import orphan_watch
+
+TOKEN_VARIABLE = "A3PO_TOKEN"
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class RequireToken:
+    """Lets a request pass only with the header `Authorization: Bearer TOKEN`; no route and no method is exempt."""
+
+    def __init__(self, app: App) -> None:
+        token = os.environ.get(TOKEN_VARIABLE, "")
+        if not token:
+            raise RuntimeError(
+                f"environment variable {TOKEN_VARIABLE} is empty: a server without the run's token is not started"
+            )
+        self._app = app
+        self._expected = f"Bearer {token}".encode()
+        orphan_watch.start_if_asked()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on or answer 401 (websocket: refuse the handshake)."""
+        if scope["type"] == "lifespan" or self._has_token(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await receive()  # the handshake, which must be read before it is refused
+            await send({"type": "websocket.close", "code": 1008, "reason": "token missing or wrong"})
+        else:
+            headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": b'{"error": "token missing or wrong"}'})
+
+    def _has_token(self, scope: Scope) -> bool:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        return len(given) == 1 and hmac.compare_digest(given[0], self._expected)

@@ -1,0 +1,147 @@
+"""One vLLM server process: start it, wait until it generates, end it with everything it started."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.errors import UserError
+from a3po_megatron.rollout.client import ReplicaClient, ReplicaError
+from a3po_megatron.rollout.sampling import SamplingSettings
+
+POLL_S = 0.2
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class ServerFailed(RuntimeError):
+    """A server did not come up; the message ends with what it wrote last."""
+
+
+class Server:
+    """A started server. It leads a process group of its own, so that ending the group ends whatever it started."""
+
+    def __init__(self, name: str, url: str, command: list[str], environment: dict[str, str], log: Path) -> None:
+        """Start `command`; its output is appended to `log`."""
+        self.name = name
+        self.url = url
+        self._log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server, which is its process group's id too."""
+        return self._process.pid
+
+    def exit_reason(self) -> str | None:
+        """Return None while the server's process lives, else how it ended."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+    async def wait_ready(self, client: ReplicaClient, config: RolloutConfig) -> int:
+        """Wait until the server has really generated, and name its weights version 0. Returns its workers.
+
+        Raises ServerFailed when it dies or is not ready within `startup_timeout_s`.
+        """
+        deadline = time.monotonic() + config.startup_timeout_s
+        while True:
+            reason = self.exit_reason()
+            if reason is not None:
+                raise ServerFailed(f"server {self.name} {reason} while starting: {self.last_words()}")
+            try:
+                await client.health()
+                break
+            except ReplicaError as error:
+                if time.monotonic() > deadline:
+                    raise ServerFailed(
+                        f"server {self.name} was not ready within {config.startup_timeout_s:g} s ({error}): "
+                        f"{self.last_words()}"
+                    ) from None
+            await asyncio.sleep(POLL_S)
+        try:
+            await client.set_version(0)
+            probe = SamplingSettings(temperature=1.0, max_tokens=2, ignore_eos=True)
+            await client.generate([0], probe, f"probe-{self.name}")
+            return await client.world_size()
+        except ReplicaError as error:
+            raise ServerFailed(f"server {self.name} answers but does not generate: {error}") from error
+
+    def last_words(self, num_lines: int = 5) -> str:
+        """Return the end of the server's log in one line, errors first."""
+        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        errors = [line for line in lines if "Error" in line]
+        return f"{' | '.join((errors or lines)[-num_lines:])} (log: {self._log})"
+
+    async def stop(self, timeout_s: float) -> None:
+        """Ask the whole process group to end, kill it after `timeout_s`, and remove shared memory it left."""
+        shared = shared_memory_of(group_members(self.pid))
+        _signal_group(self.pid, signal.SIGTERM)
+        deadline = time.monotonic() + timeout_s
+        while self._process.poll() is None or group_members(self.pid):
+            if time.monotonic() > deadline:
+                shared |= shared_memory_of(group_members(self.pid))
+                _signal_group(self.pid, signal.SIGKILL)
+                deadline = float("inf")
+            await asyncio.sleep(POLL_S / 4)
+        for path in shared:
+            path.unlink(missing_ok=True)
+
+
+def choose_port(config: RolloutConfig, slot: int) -> int:
+    """Return the port of server number `slot`: the configured one, or any free one. Raises UserError if it is taken."""
+    port = config.base_port + slot if config.base_port else 0
+    with socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.host, port))
+        except OSError as error:
+            raise UserError(
+                f"rollout.base_port={config.base_port}: {config.host}:{port} cannot be used for server {slot} "
+                f"({error.strerror}); free it, choose another, or set rollout.base_port=0 for any free port"
+            ) from None
+        return int(probe.getsockname()[1])
+
+
+def group_members(group: int) -> list[int]:
+    """Return the living processes (zombies left out) of a process group, from /proc."""
+    members = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                stat = Path("/proc", entry, "stat").read_text()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            state, _, its_group = stat.rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state != "Z":
+                members.append(int(entry))
+    return members
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return  # all of it has ended
+
+
+def shared_memory_of(processes: Iterable[int]) -> set[Path]:
+    """Return the files in shared memory that these processes have mapped and nobody removes when they are killed."""
+    paths = set()
+    for process in processes:
+        try:
+            lines = Path("/proc", str(process), "maps").read_text().splitlines()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        mapped = (line.split(maxsplit=5)[5] for line in lines if line.count("/") and len(line.split(maxsplit=5)) == 6)
+        paths |= {Path(path) for path in mapped if Path(path).parent == SHARED_MEMORY}
+    return paths

@@ -1,0 +1,152 @@
+"""How a vLLM worker takes new weights: our gloo engine behind vLLM's weight-transfer routes. Runs inside vLLM only.
+
+vLLM imports this module because `--worker-extension-cls` names `WorkerExtension`; the import registers the engine,
+which `--weight-transfer-config` then picks. The order of calls is vLLM's: init (once a membership), then for each
+version start, update, finish, with generation paused around them. After a failed call the model may hold a mixture of
+versions: the fleet drops the replica and its supervisor restarts it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, WeightTransferConfig
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from a3po_megatron.rollout import buckets
+from a3po_megatron.rollout.server_args import WEIGHT_BACKEND
+from a3po_megatron.rollout.transfer_group import TransferGroup
+from a3po_megatron.rollout.weight_receiver import receive_tensors
+
+
+@dataclass
+class JoinInfo(WeightTransferInitInfo):
+    """Where and as whom the workers of this server join the weight group."""
+
+    store: str  # file in which the members meet
+    first_rank: int  # rank of this server's first worker; the actor has rank 0
+    world_size: int  # actor and all workers of all replicas
+    timeout_s: float
+    host: str
+
+
+@dataclass
+class VersionInfo(WeightTransferUpdateInfo):
+    """One version on its way: what will be sent, in which order, and in buckets of what size."""
+
+    version: int
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    bucket_bytes: int
+
+
+class GlooWeightEngine(WeightTransferEngine[JoinInfo, VersionInfo]):
+    """Receives buckets over gloo and loads them layer by layer; at most a few buckets are in memory at a time."""
+
+    init_info_cls = JoinInfo
+    update_info_cls = VersionInfo
+
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
+    ) -> None:
+        """vLLM makes the engine once the model is loaded."""
+        super().__init__(config, vllm_config, device, model)
+        self._group: TransferGroup | None = None
+        # Loading leaves no trace of a parameter that was forgotten, so remember what there is to load.
+        self._parameters = {name for name, _ in model.named_parameters()}
+        self._tied_layers = tied_layers(model)
+
+    def init_transfer_engine(self, init_info: JoinInfo) -> None:
+        """Join the group of a new membership; the old group is left first."""
+        self.shutdown()
+        workers = self.parallel_config
+        rank = init_info.first_rank + workers.data_parallel_index * workers.world_size + workers.rank
+        self._group = TransferGroup(init_info.store, rank, init_info.world_size, init_info.timeout_s, init_info.host)
+
+    def start_weight_update(self) -> None:
+        """Put every layer back into the state in which it can be loaded."""
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict) -> None:
+        """Receive and load one version. On any error leave the group, so that the other members fail at once too."""
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+        except BaseException:
+            self.shutdown()
+            raise
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: VersionInfo) -> None:
+        """Receive and load every bucket, then check the checksum, the version and that nothing is missing."""
+        if self._group is None:
+            raise RuntimeError(f"version {update_info.version} was announced before this worker joined a weight group")
+        specs = buckets.read_manifest(
+            {"names": update_info.names, "dtypes": update_info.dtypes, "shapes": update_info.shapes}
+        )
+        check_fused_parts(update_info.names, getattr(self.model, "packed_modules_mapping", {}))
+        loaded = self.model.load_weights(
+            receive_tensors(self._group, specs, update_info.version, update_info.bucket_bytes)
+        )
+        missing = self._parameters - set(loaded)
+        if missing:
+            raise ValueError(f"version {update_info.version} lacks weights for {', '.join(sorted(missing))}")
+
+    def finish_weight_update(self) -> None:
+        """Bring every layer into the form that the kernels use."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        # vLLM skips a layer that loads nothing itself. A tied head got its weights through the embedding, but the
+        # packed copy that CPU kernels use would stay that of the old version.
+        for layer in self._tied_layers:
+            method: Any = layer.quant_method
+            method.process_weights_after_loading(layer)
+
+    def shutdown(self) -> None:
+        """Leave the weight group."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+
+def tied_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the layers whose weight is that of an earlier layer, such as a head tied to the embedding."""
+    owners: dict[int, torch.nn.Module] = {}
+    tied = []
+    for layer in model.modules():
+        for parameter in layer.parameters(recurse=False):
+            if owners.setdefault(id(parameter), layer) is not layer:
+                tied.append(layer)
+    return tied
+
+
+def check_fused_parts(names: Sequence[str], fused: dict[str, list[str]]) -> None:
+    """Raise ValueError when only some parts of a fused layer are named, such as q without k and v.
+
+    vLLM would load what there is and leave the rest of the fused matrix as it happens to be in memory.
+    """
+    present = set(names)
+    for parts in fused.values():
+        for name in names:
+            segments = name.split(".")
+            for part in parts:
+                if part not in segments:
+                    continue
+                position = segments.index(part)
+                siblings = [".".join([*segments[:position], other, *segments[position + 1 :]]) for other in parts]
+                lacking = [sibling for sibling in siblings if sibling not in present]
+                if lacking:
+                    raise ValueError(
+                        f"the manifest names {name} without {', '.join(lacking)}: they are one fused layer"
+                    )
+
+
+class WorkerExtension:
+    """Named on vLLM's command line so that every worker imports this module. Adds nothing to the worker."""
+
+
+if WEIGHT_BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(WEIGHT_BACKEND, GlooWeightEngine)

@@ -1,0 +1,364 @@
+"""The actor's loop on several ranks, with a fake controller, against transformers and plain autograd in float32."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from a3po_megatron.actor import parallel, publish, training
+from a3po_megatron.actor.actor import Actor
+from a3po_megatron.actor.batch_step import BatchStep
+from a3po_megatron.actor.hf_folder import HFFolder
+from a3po_megatron.actor.hf_mapping import hf_shapes
+from a3po_megatron.actor.optimizer import NonFiniteError
+from a3po_megatron.batching.minibatches import split_minibatches, training_batch
+from a3po_megatron.batching.packing import TokenSequence
+from a3po_megatron.checkpoint_folder import newest_complete
+from a3po_megatron.config.model_shape import read_model_shape
+from a3po_megatron.config.schema import (
+    ActorConfig,
+    AlgorithmConfig,
+    ControllerConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainConfig,
+)
+from a3po_megatron.controller.link import ControllerError
+from a3po_megatron.controller.messages import WeightManifest
+from a3po_megatron.records import Batch, Sample
+from tests.distributed.layouts import (
+    OPTIMIZER,
+    Layout,
+    Model,
+    OracleTrainer,
+    build_actor,
+    oracle_logprobs,
+    random_sequences,
+    save_model,
+)
+
+TOLERANCE = 1e-5  # as in test_parity.py
+QWEN, TIED = Model("qwen3"), Model("qwen3", tied=True)
+TOKENS = {
+    "max_tokens_per_microbatch": 32
+}  # several microbatches a step where data parallelism leaves more than a few sequences
+LAYOUTS = [
+    Layout(),
+    Layout(tp=2, pp=2, sp=True),
+    Layout(pp=4),
+    Layout(tp=2, pp=2, vpp=2, sp=True),
+    Layout(tp=2, options={"distributed_optimizer": True}),
+    Layout(pp=2, options={"packed": False}),
+]
+METHODS = ["loglinear", "recompute", "behavior"]
+SETTINGS = AlgorithmConfig(num_minibatches=3, behavior_weight_cap=1.3)
+SEED, MAX_STALENESS = 11, 4
+
+
+def make_batch(model: PreTrainedModel, version: int, shift: float = 0.4) -> Batch:
+    """Return 8 samples of mixed staleness 0..5; stale behaviour log-probs are off by `shift`, fresh ones are exact."""
+    rng = np.random.default_rng(version)
+    samples = []
+    for index in range(8):
+        prompt, response = (rng.integers(0, 131, rng.integers(1, size)).astype(np.int32) for size in (5, 10))
+        versions = np.sort(version - rng.integers(0, 6, len(response))).astype(np.int32)
+        tokens = np.concatenate([prompt, response]).astype(np.int64)
+        with torch.no_grad():
+            exact = oracle_logprobs(model, TokenSequence(tokens, np.zeros(len(tokens), np.bool_))).numpy()
+        noise = np.where(versions == version, 0, shift * rng.standard_normal(len(response)))
+        logprobs = (exact[len(prompt) - 1 :] + noise).astype(np.float32)
+        samples.append(Sample(str(index), prompt, response, logprobs, versions, "stop"))
+    advantages = rng.standard_normal(8).astype(np.float32)
+    return Batch(tuple(samples), advantages, advantages)
+
+
+def reference_row(trainer: OracleTrainer, batch: Batch, version: int, settings: AlgorithmConfig) -> dict[str, float]:
+    """Train the batch in plain autograd, sequence by sequence, with the paper's equations; return means over steps."""
+    model = trainer.model
+    whole = training_batch(batch, version, MAX_STALENESS)
+    with torch.no_grad():
+        start = {id(s): oracle_logprobs(model, s) for s in whole.sequences}  # the policy at the start of the batch
+    losses, norms, clipped, num_tokens = [], [], 0, 0
+    for minibatch in split_minibatches(whole.sequences, settings.num_minibatches, SEED, version):
+        trainer.optimizer.zero_grad()
+        count, total = sum(int(s.trainable.sum()) for s in minibatch), torch.zeros(())
+        for s in minibatch:
+            here = torch.tensor(s.trainable[1:])
+            policy, prox0 = oracle_logprobs(model, s)[here], start[id(s)][here]
+            behavior, d, a = (
+                torch.tensor(s.fields[name][1:])[here] for name in ("behavior_logprobs", "staleness", "advantages")
+            )
+            alpha = 1 / d.clamp(min=1)
+            prox = {
+                "loglinear": alpha * behavior + (1 - alpha) * policy.detach(),
+                "recompute": prox0,
+                "behavior": behavior,
+            }[settings.method]
+            r, b = (policy - prox).exp(), (prox - behavior).exp()
+            low, high = 1 - settings.clip_low, 1 + settings.clip_high
+            total = total - (b.clamp(max=settings.behavior_weight_cap) * torch.min(r * a, r.clamp(low, high) * a)).sum()
+            clipped += int((r.clamp(low, high) * a < r * a).sum())
+        (total / count).backward()
+        num_tokens += count
+        losses.append(total.item() / count)
+        norms.append(trainer.step())
+    return {
+        "loss": float(np.mean(losses)),
+        "grad_norm": float(np.mean(norms)),
+        "policy/clip_fraction": clipped / num_tokens,
+    }
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_two_batches_of_three_minibatches_equal_plain_autograd(
+    method: str, layout: Layout, shared_folder: Path
+) -> None:
+    _check_two_batches(method, layout, shared_folder)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("method", METHODS)
+def test_two_batches_of_three_minibatches_equal_plain_autograd_on_one_rank(method: str, shared_folder: Path) -> None:
+    _check_two_batches(method, Layout(), shared_folder)
+
+
+def _check_two_batches(method: Any, layout: Layout, folder: Path) -> None:
+    oracle = QWEN.build()
+    actor = build_actor(save_model(oracle, folder), layout.config(**TOKENS))
+    trainer = OracleTrainer(oracle)
+    settings = replace(SETTINGS, method=method)
+    batch_step = BatchStep(actor, settings, MAX_STALENESS, SEED)
+    for version in (5, 6):
+        batch = make_batch(oracle, version)
+        expected = reference_row(trainer, batch, version, settings)
+        row = batch_step.train(batch, version)
+        for name, value in expected.items():
+            assert row[name] == pytest.approx(value, abs=TOLERANCE), name
+        assert row["optimizer_steps"] == 3
+        assert row["parity/logprob_max_abs"] is not None
+        assert row["parity/logprob_max_abs"] < TOLERANCE
+        assert 0 <= row["time/prox_s"] <= row["time/step_s"]
+    for name, tensor in actor.export_weights():
+        torch.testing.assert_close(tensor.cpu(), oracle.get_parameter(name).detach(), atol=TOLERANCE, rtol=0)
+    actor.close()
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2, sp=True), Layout(pp=2, vpp=2)], ids=str)
+def test_only_recompute_has_a_forward_pass_more_a_microbatch(layout: Layout, shared_folder: Path) -> None:
+    oracle = QWEN.build()
+    folder, batch, passes = save_model(oracle, shared_folder), make_batch(oracle, 0), {}
+    for method in (*METHODS, "sync"):
+        actor = build_actor(folder, layout.config(**TOKENS))
+        fresh = replace(batch, samples=tuple(replace(s, versions=np.zeros_like(s.versions)) for s in batch.samples))
+        settings = replace(SETTINGS, method=method)
+        passes[method] = BatchStep(actor, settings, 0, SEED).train(fresh, 0)["forward_passes"]
+        actor.close()
+    assert passes["loglinear"] == passes["sync"] == passes["behavior"] >= 3
+    assert passes["recompute"] == 2 * passes["loglinear"]
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2, sp=True)], ids=str)
+def test_the_recomputed_ratio_of_the_first_minibatch_is_exactly_one(layout: Layout, shared_folder: Path) -> None:
+    """The pass has the same microbatches on the same ranks as the steps: not one bit differs."""
+    oracle = QWEN.build()
+    actor = build_actor(save_model(oracle, shared_folder), layout.config(**TOKENS))
+    settings = replace(SETTINGS, method="recompute", num_minibatches=1)
+    row = BatchStep(actor, settings, MAX_STALENESS, SEED).train(make_batch(oracle, 5), 5)
+    assert row["policy/ratio_max"] == 1.0
+    assert row["policy/clip_fraction"] == 0.0
+    actor.close()
+
+
+def test_parity_is_null_without_fresh_tokens_and_a_batch_of_overdue_tokens_takes_no_step(shared_folder: Path) -> None:
+    oracle = QWEN.build()
+    actor = build_actor(save_model(oracle, shared_folder), Layout(tp=2, pp=2).config(**TOKENS))
+    batch_step, batch = BatchStep(actor, SETTINGS, MAX_STALENESS, SEED), make_batch(oracle, 5)
+    stale = replace(batch, samples=tuple(replace(s, versions=np.full_like(s.versions, 3)) for s in batch.samples))
+    row = batch_step.train(stale, 5)
+    assert row["parity/logprob_max_abs"] is None
+    assert (row["staleness/mean"], row["staleness/max"]) == (2.0, 2)
+    row = batch_step.train(stale, 9)
+    assert (row["optimizer_steps"], row["loss"]) == (0, None)
+    assert row["staleness/overdue_tokens"] == sum(len(s.response_ids) for s in stale.samples)
+    actor.close()
+
+
+class FakeLink:
+    """A controller with some batches to give; its replica checks nothing. On rank 0 only."""
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self.batches = list(batches)
+        self.calls: list[str] = []
+        self.rows: list[dict[str, Any]] = []
+
+    def next_batch(self, version: int) -> Batch | None:
+        self.calls.append(f"batch {version}")
+        return self.batches[version] if version < len(self.batches) else None
+
+    def begin_publication(self, manifest: WeightManifest) -> dict[str, Any]:
+        self.calls.append(f"begin {manifest.version}")
+        assert len(manifest.names) == len(manifest.dtypes) == len(manifest.shapes)
+        rendezvous = {"store": "unused", "world_size": 2, "rank": 0}
+        return {"epoch": 1, "rendezvous": rendezvous, "members": ["r0"], "bucket_bytes": 1 << 16}
+
+    def finish_publication(self, version: int, time_s: float, num_bytes: int) -> dict[str, Any]:
+        self.calls.append(f"finish {version}")
+        return {"version": version, "members": ["r0"], "failed": {}}
+
+    def report_step(self, step: int, version: int, metrics: dict[str, Any]) -> None:
+        self.calls.append(f"report {version}")
+        self.rows.append(metrics)
+
+    def done(self, reason: str) -> None:
+        self.calls.append("done")
+
+
+class FakeSender:
+    """Takes the tensors that it is promised, and keeps a digest of each version."""
+
+    made = 0
+    digests: dict[int, str] = {}  # noqa: RUF012
+
+    def __init__(self, store: str, world_size: int, timeout_s: float, host: str) -> None:
+        FakeSender.made += 1
+
+    def send(self, specs: Sequence[Any], tensors: Any, version: int, bucket_bytes: int) -> int:
+        digest, num_bytes = hashlib.sha256(), 0
+        for spec, (name, tensor) in zip(specs, tensors, strict=True):
+            assert (spec.name, spec.dtype, spec.shape) == (name, "float32", tuple(tensor.shape))
+            digest.update(tensor.cpu().numpy().tobytes())
+            num_bytes += spec.num_bytes
+        FakeSender.digests[version] = digest.hexdigest()
+        return num_bytes
+
+    def close(self) -> None:
+        pass
+
+
+def train_config(folder: Path, model: Path, actor: ActorConfig) -> TrainConfig:
+    return TrainConfig(
+        run=RunConfig(dir=str(folder / "run"), seed=SEED),
+        model=ModelConfig(path=str(model)),
+        actor=actor,
+        optimizer=OPTIMIZER,
+        algorithm=SETTINGS,
+        rollout=RolloutConfig(max_response_tokens=16, max_model_len=32),
+        controller=ControllerConfig(max_staleness=MAX_STALENESS),
+    )
+
+
+def run_loop(
+    folder: Path, model: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch, batches: list[Batch]
+) -> FakeLink | None:
+    config = train_config(folder, model, layout.config(**TOKENS))
+    link = FakeLink(batches) if dist.get_rank() == 0 else None
+    monkeypatch.setattr(publish, "WeightSender", FakeSender)
+    FakeSender.made, FakeSender.digests = 0, {}
+    assert training.train(config, read_model_shape(model), link) == len(batches)
+    return link
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2, sp=True)], ids=str)
+def test_the_loop_publishes_each_version_reports_each_step_and_leaves_model_and_checkpoint(
+    layout: Layout, shared_folder: Path
+) -> None:
+    oracle = TIED.build()
+    model = save_model(oracle, shared_folder / "model")
+    batches = [make_batch(oracle, version) for version in range(2)]
+    losses = []
+    for attempt in ("first", "second"):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            link = run_loop(shared_folder / attempt, model, layout, monkeypatch, batches)
+        run = shared_folder / attempt / "run"
+        newest, _ = newest_complete(run / "checkpoints")
+        assert newest is not None
+        assert newest.name == "step_000002"
+        if link:
+            assert link.calls == [
+                *("batch 0", "begin 1", "finish 1", "report 0"),
+                *("batch 1", "begin 2", "finish 2", "report 1"),
+                *("batch 2", "done"),
+            ]
+            assert FakeSender.made == 1  # the epoch stayed the same
+            assert len(set(FakeSender.digests.values())) == 2
+            json.dumps(link.rows, allow_nan=False)
+            losses.append([(row["loss"], row["grad_norm"]) for row in link.rows])
+            folder, digest = HFFolder(run / "model", read_model_shape(run / "model")), hashlib.sha256()
+            for name in hf_shapes(read_model_shape(model)):
+                digest.update(folder.tensor(name).numpy().tobytes())
+            assert digest.hexdigest() == FakeSender.digests[2]
+    if losses:
+        assert losses[0] == losses[1]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_anything_is_published(shared_folder: Path) -> None:
+    oracle = QWEN.build()
+    model = save_model(oracle, shared_folder / "model")
+    batch = make_batch(oracle, 0)
+    spoilt = replace(batch, advantages=np.full_like(batch.advantages, np.nan))
+    config = train_config(shared_folder, model, Layout(tp=2, pp=2).config(**TOKENS))
+    link = FakeLink([spoilt]) if dist.get_rank() == 0 else None
+    with pytest.raises(NonFiniteError, match="batch of version 0, minibatch 0: the loss is nan; not published"):
+        training.train(config, read_model_shape(model), link)
+    if link:
+        assert link.calls == ["batch 0"]
+    parallel.destroy()
+
+
+class BrokenSender(FakeSender):
+    """Loses its receiver in the middle of a transfer."""
+
+    def send(self, specs: Sequence[Any], tensors: Any, version: int, bucket_bytes: int) -> int:
+        next(iter(tensors))
+        raise RuntimeError("sending bucket 1 of 2: a member of the weight group failed")
+
+
+class LinkWithoutReplicas(FakeLink):
+    """Hears from the receivers why the transfer failed."""
+
+    def finish_publication(self, version: int, time_s: float, num_bytes: int) -> dict[str, Any]:
+        raise ControllerError(f"/publish/finish: 500: version {version} reached no replica: r0: killed")
+
+
+@pytest.mark.ranks(1)
+def test_a_failed_publication_says_where_it_stopped_and_what_the_controller_knows(shared_folder: Path) -> None:
+    oracle = QWEN.build()
+    model = save_model(oracle, shared_folder / "model")
+    config = train_config(shared_folder, model, Layout().config(**TOKENS))
+    link = LinkWithoutReplicas([make_batch(oracle, 0)])
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(publish, "WeightSender", BrokenSender)
+        with pytest.raises(publish.PublicationError) as failure:
+            training.train(config, read_model_shape(model), link)
+    assert str(failure.value) == (
+        "publication of version 1: sending bucket 1 of 2: a member of the weight group failed; "
+        "/publish/finish: 500: version 1 reached no replica: r0: killed"
+    )
+    parallel.destroy()
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_logprobs_are_of_the_distribution_at_the_rollouts_temperature(temperature: float, shared_folder: Path) -> None:
+    oracle = QWEN.build()
+    folder = save_model(oracle, shared_folder)
+    model = ModelConfig(path=str(folder))
+    actor = Actor(read_model_shape(folder), model, Layout().config(), OPTIMIZER, seed=0, temperature=temperature)
+    sequences = random_sequences()
+    for index, logprobs in actor.logprobs(sequences).items():
+        tokens = torch.tensor(sequences[index].tokens)
+        with torch.no_grad():
+            expected = (oracle(input_ids=tokens[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        expected = expected.gather(-1, tokens[1:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(logprobs), expected, atol=TOLERANCE, rtol=0)
+    actor.close()

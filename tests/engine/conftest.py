@@ -1,0 +1,134 @@
+"""One real vLLM server for all tests of this folder: a start takes half a minute, a publication a tenth of a second."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from transformers import Qwen3ForCausalLM
+
+from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.rollout.buckets import TensorSpec, manifest_of
+from a3po_megatron.rollout.client import ReplicaClient
+from a3po_megatron.rollout.fleet import Fleet
+from a3po_megatron.rollout.server import Server, choose_port
+from a3po_megatron.rollout.server_args import server_command, server_environment
+from a3po_megatron.rollout.weight_sender import WeightSender
+from tests.engine.tiny_model import MAX_LENGTH, VOCABULARY, make_model, save_model
+
+TOKEN = "0123456789abcdef" * 2
+
+
+def rollout_config(**changes) -> RolloutConfig:
+    """Settings of the tests: small buckets, so that a fused layer's parts travel apart."""
+    settings = {"device": "cpu", "max_model_len": MAX_LENGTH, "stream_interval": 4, "bucket_bytes": 20_000}
+    return RolloutConfig(**(settings | {"control_timeout_s": 60.0, "transfer_timeout_s": 60.0} | changes))
+
+
+@dataclass
+class LiveServer:
+    """The shared server and what was published to it: version -> model."""
+
+    server: Server
+    rendezvous_dir: Path
+    models: dict[int, Qwen3ForCausalLM]
+    config: RolloutConfig = field(default_factory=rollout_config)
+
+    @property
+    def version(self) -> int:
+        """The server's version now."""
+        return max(self.models)
+
+    @property
+    def model(self) -> Qwen3ForCausalLM:
+        """The server's model now."""
+        return self.models[self.version]
+
+    def client(self, token: str = TOKEN) -> ReplicaClient:
+        """Return a client for the running event loop."""
+        return ReplicaClient("live", self.server.url, token, self.config, VOCABULARY)
+
+    async def fleet(self, **changes) -> "LiveFleet":
+        """Return a fleet of this one server."""
+        fleet = Fleet(rollout_config(**changes), TOKEN, self.rendezvous_dir, self.version, VOCABULARY)
+        assert await fleet.register("live", self.server.url, 1) == {"state": "current", "reason": ""}
+        return LiveFleet(fleet, self)
+
+
+@dataclass
+class LiveFleet:
+    """A fleet with the actor's end of publications."""
+
+    fleet: Fleet
+    live: LiveServer
+    sender: WeightSender | None = None
+    epoch: int = 0
+
+    async def publish(self, model: Qwen3ForCausalLM) -> int:
+        """Publish `model` under the next version, as the actor would; return the version."""
+        version = self.fleet.version + 1
+        specs = specs_of(model)
+        begun = await self.fleet.begin_publication(version, manifest_of(specs))
+        await asyncio.to_thread(self._send, begun, specs, model, version)
+        assert (await self.fleet.finish_publication(version))["failed"] == {}
+        self.live.models[version] = model
+        return version
+
+    def _send(self, begun: dict, specs: list[TensorSpec], model: Qwen3ForCausalLM, version: int) -> None:
+        if begun["epoch"] != self.epoch:
+            store, world_size = begun["rendezvous"]["store"], begun["rendezvous"]["world_size"]
+            self.sender = WeightSender(store, world_size, timeout_s=30)
+            self.epoch = begun["epoch"]
+        self.sender.send(specs, tensors_of(model), version, begun["bucket_bytes"])
+
+
+def tensors_of(model: Qwen3ForCausalLM) -> list[tuple[str, torch.Tensor]]:
+    """Return the model's Hugging Face tensors, tied ones once."""
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+def specs_of(model: Qwen3ForCausalLM) -> list[TensorSpec]:
+    """Return what `tensors_of` yields, without the data."""
+    return [
+        TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in tensors_of(model)
+    ]
+
+
+@pytest.fixture(scope="session")
+def started_server(tmp_path_factory) -> Iterator[LiveServer]:
+    """Start the one server, with a tied model as version 0."""
+    folder = tmp_path_factory.mktemp("engine")
+    config, model = rollout_config(), make_model(seed=0)
+    port = choose_port(config, 0)
+    command = server_command(config, save_model(model, folder / "model"), "cpu", port, seed=0)
+    environment = server_environment(config, TOKEN, "cpu")
+    server = Server("live", f"http://127.0.0.1:{port}", command, environment, folder / "server.log")
+    live = LiveServer(server, folder / "rendezvous", {0: model})
+
+    async def wait_ready() -> None:
+        client = live.client()
+        assert await server.wait_ready(client, config) == 1
+        await client.aclose()
+
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            # In a thread of its own: a test that uses an event loop may be what asks for this fixture.
+            pool.submit(asyncio.run, wait_ready()).result()
+            yield live
+        finally:
+            pool.submit(asyncio.run, server.stop(timeout_s=15)).result()
+
+
+@pytest.fixture
+def live(started_server) -> LiveServer:
+    """The shared server, checked to be alive."""
+    assert started_server.server.exit_reason() is None, started_server.server.last_words()
+    return started_server

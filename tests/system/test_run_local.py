@@ -1,0 +1,100 @@
+"""The walking run on the real engines: what it writes, that layouts and repetitions agree, that every method runs."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.system.runs import Finished, run
+
+pytestmark = pytest.mark.timeout(600)
+
+COLUMNS = {
+    *("step", "version", "reward/mean", "loss", "grad_norm", "staleness/mean", "staleness/max", "forward_passes"),
+    *("time/step_s", "time/prox_s", "time/wait_s", "time/publish_s", "policy/clip_fraction", "policy/ratio_max"),
+    *("policy/behavior_weight_max", "policy/behavior_weight_mean", "parity/logprob_max_abs", "rollout/tokens_per_s"),
+}
+LOCKSTEP = ("controller.schedule=lockstep", "controller.max_staleness=1")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def free(runs: Path, model: Path) -> Finished:
+    """The demo, shortened: generation runs ahead as it can, and the held-out accuracy is measured."""
+    return run(runs / "free", model, "run.num_steps=8", "controller.max_eval_problems=50", "controller.eval_every=4")
+
+
+@pytest.fixture(scope="module")
+def lockstep(runs: Path, model: Path) -> Finished:
+    return run(runs / "lockstep", model, *LOCKSTEP)
+
+
+def test_every_step_has_a_row_with_every_column(free):
+    assert free.column("step") == free.column("version") == list(range(8))
+    for row in free.rows:
+        assert row.keys() >= COLUMNS
+    assert [row["step"] for row in free.rows if "eval/accuracy" in row] == [0, 4]
+    assert all(row["loss"] is not None and row["grad_norm"] > 0 for row in free.rows)
+
+
+def test_generation_runs_ahead_within_the_bound_and_across_publications(free):
+    assert max(free.column("staleness/max")) > 0
+    assert max(free.column("staleness/max")) <= 4
+    assert sum(free.column("rollout/samples_of_several_versions")) > 0
+    spans = [sample["versions"] for step in free.samples for sample in step if len(sample["versions"]) > 1]
+    assert len(spans) == sum(free.column("rollout/samples_of_several_versions"))
+    for stretches in spans:
+        assert all(earlier[0] < later[0] for earlier, later in pairwise(stretches))
+
+
+def test_vllm_and_the_actor_agree_on_fresh_tokens(free, lockstep):
+    gaps = [gap for gap in free.column("parity/logprob_max_abs") + lockstep.column("parity/logprob_max_abs") if gap]
+    assert gaps
+    assert max(gaps) < 1e-4  # float32 on both sides; 3e-6 is typical
+
+
+def test_samples_can_be_read(free):
+    (sample, *_) = free.samples[0]
+    assert sample["prompt"].endswith("=")
+    assert sample["response"]
+    assert sample["reward"] in (0.0, 1.0)
+    assert sum(length for _, length in sample["versions"]) > 0
+
+
+def test_the_run_ends_with_a_table_a_picture_and_a_model(free):
+    for text in ("held-out accuracy before", "held-out accuracy after", "staleness, max", "share of training time"):
+        assert text in free.output
+    assert (free.folder / "report.png").stat().st_size > 10_000
+    assert (free.folder / "model" / "model.safetensors").exists()
+    assert "step 8/8" in free.output
+
+
+def test_two_lockstep_runs_with_one_seed_are_the_same(lockstep, runs, model):
+    again = run(runs / "again", model, *LOCKSTEP)
+    assert again.samples == lockstep.samples
+    for name in ("loss", "grad_norm", "reward/mean", "staleness/mean"):
+        assert again.column(name) == pytest.approx(lockstep.column(name), abs=1e-5)
+
+
+def test_four_ranks_train_as_one(lockstep, runs, model):
+    """The first two batches come from version 0 in both runs, so the layouts get the same samples."""
+    layout = ("actor.tensor_parallel=2", "actor.pipeline_parallel=2")
+    four = run(runs / "tp2pp2", model, *LOCKSTEP, *layout, "run.num_steps=2")
+    assert four.samples[:2] == lockstep.samples[:2]
+    for name in ("loss", "grad_norm"):
+        assert four.column(name)[:2] == pytest.approx(lockstep.column(name)[:2], abs=1e-5)
+
+
+def test_only_recompute_needs_more_forward_passes(lockstep, runs, model):
+    sync = run(runs / "sync", model, "algorithm.method=sync", LOCKSTEP[0], "controller.max_staleness=0")
+    recompute = run(runs / "recompute", model, "algorithm.method=recompute", *LOCKSTEP)
+    assert lockstep.column("forward_passes") == sync.column("forward_passes")
+    steps = lockstep.column("forward_passes")
+    assert recompute.column("forward_passes") == [2 * passes for passes in steps]  # one more a microbatch
+    assert max(sync.column("staleness/max")) == 0
+    assert max(lockstep.column("staleness/max")) == 1
+    assert sum(recompute.column("time/prox_s")) > 10 * sum(lockstep.column("time/prox_s"))

@@ -1,0 +1,66 @@
+"""Stands in for a vLLM server in tests of the supervisor: python fake_server.py PORT MODE.
+
+Starts a child process, as vLLM does, maps shared memory, answers readiness. Modes: `good`, `stubborn` (ignores
+SIGTERM), `dies` (exits with an error while starting).
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing import shared_memory
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from a3po_megatron.rollout import orphan_watch
+
+CHOICE = {
+    "token_ids": [1, 2],
+    "logprobs": {"content": [{"token_id": 1, "logprob": -1.0}, {"token_id": 2, "logprob": -1.0}]},
+    "finish_reason": "length",
+    "weight_versions": [{"version": "0", "start": 0, "end": 2}],
+}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers every request with what readiness needs."""
+
+    def do_GET(self) -> None:
+        self._answer(json.dumps({"world_size": 1}))
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/inference/v1/generate":
+            self._answer(f"data: {json.dumps({'choices': [CHOICE]})}\n\ndata: [DONE]\n\n")
+        else:
+            self._answer("{}")
+
+    def _answer(self, body: str) -> None:
+        known = self.headers["Authorization"] == f"Bearer {os.environ['A3PO_TOKEN']}"
+        self.send_response(200 if known else 401)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *arguments: object) -> None:
+        """Stay quiet."""
+
+
+def main() -> None:
+    """Serve until killed."""
+    port, mode = int(sys.argv[1]), sys.argv[2]
+    if mode == "dies":
+        sys.exit("RuntimeError: no weights in this folder")
+    if mode == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    orphan_watch.start_if_asked()
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    _segment = shared_memory.SharedMemory(create=True, size=1024)
+    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The packing rule of weights, against the plain reading of its contract."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from a3po_megatron.rollout import buckets
+from a3po_megatron.rollout.buckets import TensorSpec
+
+SHAPES = st.lists(st.integers(0, 7), max_size=3).map(tuple)
+MODELS = st.lists(st.tuples(st.sampled_from(sorted(buckets.DTYPES)), SHAPES), min_size=1, max_size=12).map(
+    lambda tensors: tuple(TensorSpec(f"layer.{i}.weight", dtype, shape) for i, (dtype, shape) in enumerate(tensors))
+)
+
+
+def random_tensors(specs: tuple[TensorSpec, ...]) -> list[tuple[str, torch.Tensor]]:
+    return [(spec.name, torch.randn(spec.shape).to(buckets.DTYPES[spec.dtype])) for spec in specs]
+
+
+@given(MODELS, st.integers(1, 2000))
+@settings(max_examples=200, deadline=None)
+def test_every_tensor_travels_exactly_once_in_order_and_bit_for_bit(specs, bucket_bytes):
+    sent = random_tensors(specs)
+    stream = iter(sent)
+    buffer = torch.full((10_000,), 255, dtype=torch.uint8)
+    received = []
+    for bucket in buckets.plan(specs, bucket_bytes):
+        flat = buckets.pack(bucket, stream, buffer).clone()
+        assert flat.numel() == bucket.num_bytes
+        assert bucket.num_bytes <= bucket_bytes or len(bucket.specs) == 1
+        received += list(buckets.unpack(bucket, flat))
+    assert [name for name, _ in received] == [spec.name for spec in specs]
+    for (_, before), (_, after) in zip(sent, received, strict=True):
+        assert after.dtype == before.dtype
+        assert torch.equal(after, before)
+
+
+def test_the_example_in_the_docstring():
+    specs = (TensorSpec("a", "float32", (4,)), TensorSpec("b", "float32", (5,)), TensorSpec("c", "float32", (20,)))
+    first, second = buckets.plan(specs, 64)
+    assert (first.offsets, first.num_bytes) == ((0, 16), 36)
+    assert (second.specs, second.offsets, second.num_bytes) == ((specs[2],), (0,), 80)
+
+
+def test_the_manifest_survives_the_message():
+    specs = (TensorSpec("a", "bfloat16", (4, 2)), TensorSpec("b", "float32", ()))
+    assert buckets.read_manifest(buckets.manifest_of(specs)) == specs
+
+
+@pytest.mark.parametrize(
+    ("names", "dtypes", "shapes", "reason"),
+    [
+        ([], [], [], "no tensor is named"),
+        (["a"], ["float32"], [], "0 shapes"),
+        (["a", "a"], ["float32"] * 2, [[1], [1]], r"named twice: \['a'\]"),
+        (["a"], ["int8"], [[1]], "a has dtype int8"),
+        (["a"], ["float32"], [[-1]], "negative"),
+    ],
+)
+def test_a_manifest_that_describes_no_model_is_refused(names, dtypes, shapes, reason):
+    with pytest.raises(ValueError, match=reason):
+        buckets.read_manifest({"names": names, "dtypes": dtypes, "shapes": shapes})
+
+
+@pytest.mark.parametrize(
+    "given_tensor",
+    [("b", torch.zeros(3)), ("a", torch.zeros(4)), ("a", torch.zeros(3, dtype=torch.bfloat16)), None],
+    ids=["name", "shape", "dtype", "end"],
+)
+def test_a_tensor_other_than_the_announced_one_is_refused(given_tensor):
+    (bucket,) = buckets.plan([TensorSpec("a", "float32", (3,))], 100)
+    stream = iter([given_tensor] if given_tensor else [])
+    with pytest.raises(ValueError, match=r"\ba\b.*manifest"):
+        buckets.pack(bucket, stream, torch.empty(100, dtype=torch.uint8))
+
+
+def test_one_flipped_bit_or_another_version_is_noticed():
+    flat = torch.arange(100, dtype=torch.uint8)
+    sent = buckets.trailer(buckets.add_to_checksum(0, flat), version=3)
+    buckets.check_trailer(sent, buckets.add_to_checksum(0, flat), version=3)
+    flat[50] ^= 1
+    with pytest.raises(ValueError, match="damaged"):
+        buckets.check_trailer(sent, buckets.add_to_checksum(0, flat), version=3)
+    flat[50] ^= 1
+    with pytest.raises(ValueError, match="expected weights of version 4, the sender sent version 3"):
+        buckets.check_trailer(sent, buckets.add_to_checksum(0, flat), version=4)

@@ -1,0 +1,124 @@
+"""The client of one server against answers that a server may give, and must not."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.errors import UserError
+from a3po_megatron.rollout.client import (
+    NO_LOGPROB,
+    PartialGeneration,
+    ReplicaClient,
+    ReplicaError,
+    RequestRefused,
+    spread_versions,
+)
+from a3po_megatron.rollout.sampling import SamplingSettings
+from tests.unit.rollout.fake_replica import FakeReplica
+
+CONFIG = RolloutConfig(max_model_len=64, request_timeout_s=0.5, control_timeout_s=0.3)
+SAMPLING = SamplingSettings(temperature=1.0, max_tokens=4, seed=11)
+
+
+def client_of(transport: httpx.AsyncBaseTransport) -> ReplicaClient:
+    return ReplicaClient("r0", "http://r0", "secret", CONFIG, vocab_size=32, transport=transport)
+
+
+def answering(*choices: dict, status: int = 200) -> ReplicaClient:
+    """Return the client of a server that streams these choices, whatever it is asked."""
+    events = "".join(f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices)
+    return client_of(httpx.MockTransport(lambda request: httpx.Response(status, text=events + "data: [DONE]\n\n")))
+
+
+def piece(*tokens: int, logprob: float = -1.0, **more) -> dict:
+    content = [{"token_id": token, "logprob": logprob} for token in tokens]
+    return {"token_ids": list(tokens), "logprobs": {"content": content}, **more}
+
+
+def spans(*edges: tuple[str, int, int]) -> list[dict]:
+    return [{"version": version, "start": start, "end": end} for version, start, end in edges]
+
+
+def test_pieces_are_joined_and_versions_are_per_token():
+    client = answering(
+        piece(5, 6), piece(7), piece(1, finish_reason="stop", weight_versions=spans(("3", 0, 2), ("4", 2, 4)))
+    )
+    result = asyncio.run(client.generate([2, 3], SAMPLING, "r"))
+    assert result.token_ids.tolist() == [5, 6, 7, 1]
+    assert result.versions.tolist() == [3, 3, 4, 4]
+    assert result.logprobs.tolist() == [-1.0] * 4
+    assert result.finish_reason == "stop"
+
+
+def test_the_request_asks_for_the_plain_distribution_and_salts_the_prompt_cache_by_version():
+    replica = FakeReplica("r0")
+    asyncio.run(client_of(replica).generate([2, 3], SAMPLING, "r", lambda: 5))
+    (request,) = replica.requests
+    assert request["token_ids"] == [2, 3]
+    assert request["cache_salt"] == "version-5"
+    settings = request["sampling_params"]
+    assert (settings["temperature"], settings["seed"], settings["max_tokens"], settings["logprobs"]) == (1.0, 11, 4, 0)
+    assert not {"top_p", "top_k", "min_p", "min_tokens"} & set(settings)
+
+
+def test_a_response_goes_on_after_the_tokens_it_has():
+    replica, partial = FakeReplica("r0"), PartialGeneration([9, 8], [-0.1, -0.2], [0, 0])
+    result = asyncio.run(client_of(replica).generate([2, 3], SAMPLING, "r", lambda: 0, partial))
+    assert replica.requests[0]["token_ids"] == [2, 3, 9, 8]
+    assert replica.requests[0]["sampling_params"]["max_tokens"] == 2
+    assert replica.requests[0]["sampling_params"]["seed"] != SAMPLING.seed
+    assert result.token_ids.tolist() == [9, 8, 7, 7]
+    assert len(result.logprobs) == len(result.versions) == 4
+
+
+@pytest.mark.parametrize(
+    ("choices", "reason"),
+    [
+        ([piece(5)], "ended before the response did"),
+        ([piece(5, finish_reason="abort", weight_versions=spans(("0", 0, 1)))], "ended with 'abort'"),
+        ([piece(5, finish_reason="length", weight_versions=spans(("0", 0, 1)))], "4 were asked for"),
+        ([piece(5, finish_reason="stop", weight_versions=None)], "cover 0 of 1 tokens"),
+        ([piece(5, finish_reason="stop", weight_versions=spans(("default", 0, 1)))], "spans are not usable"),
+        ([piece(5, 6, finish_reason="stop", weight_versions=spans(("0", 0, 1)))], "cover 1 of 2 tokens"),
+        ([piece(5, logprob=NO_LOGPROB, finish_reason="stop", weight_versions=spans(("0", 0, 1)))], "NaN"),
+        ([{"token_ids": [5], "logprobs": None, "finish_reason": "stop"}], "1 tokens came with 0 log-probabilities"),
+    ],
+)
+def test_an_answer_that_cannot_be_trusted_is_an_error_that_names_the_server(choices, reason):
+    with pytest.raises(ReplicaError, match="replica r0 at http://r0: ") as error:
+        asyncio.run(answering(*choices).generate([2, 3], SAMPLING, "r"))
+    assert reason in str(error.value)
+
+
+def test_gaps_between_spans_are_refused():
+    with pytest.raises(ReplicaError, match="not usable"):
+        spread_versions(spans(("0", 0, 1), ("1", 2, 3)), 3, "r0")
+
+
+def test_http_errors_tell_a_bad_request_from_a_bad_server():
+    with pytest.raises(RequestRefused, match="answered 400"):
+        asyncio.run(answering(status=400).generate([2], SAMPLING, "r"))
+    with pytest.raises(ReplicaError, match="answered 503") as error:
+        asyncio.run(answering(status=503).pause(rebuild_kv=True))
+    assert not isinstance(error.value, RequestRefused)
+
+
+@pytest.mark.parametrize("prompt", [[32], [-1]])
+def test_a_token_outside_the_vocabulary_never_reaches_a_server(prompt):
+    with pytest.raises(UserError, match="vocabulary of 32"):
+        asyncio.run(answering().generate(prompt, SAMPLING, "r"))
+
+
+def test_every_wait_has_a_deadline_and_says_what_it_waited_for():
+    class Silent(httpx.AsyncBaseTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            await asyncio.sleep(60)
+            raise AssertionError
+
+    with pytest.raises(ReplicaError, match=r"waited 0.5 s for a response of up to 4 tokens \(request r\); 0 tokens"):
+        asyncio.run(client_of(Silent()).generate([2], SAMPLING, "r"))
+    with pytest.raises(ReplicaError, match=r"no answer to 'resume' within 0.3 s"):
+        asyncio.run(client_of(Silent()).resume())

@@ -1,0 +1,272 @@
+"""The fleet with replicas that are fakes at the HTTP level: order of a publication, membership, failures."""
+
+import asyncio
+
+import pytest
+
+from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.rollout.client import PartialGeneration, ReplicaError
+from a3po_megatron.rollout.fleet import Fleet, PublicationError
+from a3po_megatron.rollout.sampling import SamplingSettings
+from tests.unit.rollout.fake_replica import FakeReplica
+
+MANIFEST = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2]]}
+SAMPLING = SamplingSettings(temperature=1.0, max_tokens=20)
+
+
+class Setup:
+    """A fleet and its fake replicas."""
+
+    def __init__(self, tmp_path, *names: str, **config) -> None:
+        self.calls: list[str] = []
+        self.replicas = {name: FakeReplica(name, self.calls) for name in names}
+        settings = {"startup_timeout_s": 0.3, "request_timeout_s": 5.0, "control_timeout_s": 1.0} | config
+        self.fleet = Fleet(
+            RolloutConfig(**settings),
+            "secret",
+            tmp_path / "rendezvous",
+            make_transport=lambda url: self.replicas[url.removeprefix("http://")],
+        )
+
+    async def register(self, *names: str, world_size: int = 1) -> list[str]:
+        return [(await self.fleet.register(name, f"http://{name}", world_size))["state"] for name in names]
+
+    async def publish(self, version: int) -> dict:
+        begun = await self.fleet.begin_publication(version, MANIFEST)
+        return begun | await self.fleet.finish_publication(version)
+
+
+def test_a_publication_pauses_all_then_updates_then_finishes_all_then_resumes(tmp_path):
+    async def run():
+        setup = Setup(tmp_path, "a", "b")
+        assert await setup.register("a", "b") == ["current", "current"]
+        begun = await setup.publish(1)
+        return setup, begun
+
+    setup, begun = asyncio.run(run())
+    order = [call.partition("/")[2].partition("?")[0] for call in setup.calls]
+    steps = [
+        "pause",
+        "init_weight_transfer_engine",
+        "start_weight_update",
+        "update_weights",
+        "finish_weight_update",
+        "resume",
+    ]
+    positions = [[i for i, call in enumerate(order) if call == step] for step in steps]
+    assert [len(p) for p in positions] == [2] * len(steps)
+    assert max(positions[0]) < min(positions[1]), "all are paused before one loads"
+    assert max(positions[3]) < min(positions[4]), "all have received before one finishes"
+    assert max(positions[4]) < min(positions[5]), "all have finished before one resumes"
+    assert (begun["version"], begun["members"], begun["failed"]) == (1, ["a", "b"], {})
+    assert setup.fleet.version == 1
+    assert setup.replicas["a"].updates[0]["version"] == 1
+
+
+def test_ranks_follow_the_actor_in_member_order(tmp_path):
+    async def run():
+        setup = Setup(tmp_path, "a", "b", "c")
+        await setup.register("a", world_size=2)
+        await setup.register("b", "c")
+        return setup, await setup.publish(1)
+
+    setup, begun = asyncio.run(run())
+    assert begun["rendezvous"]["world_size"] == 5
+    assert begun["rendezvous"]["rank"] == 0
+    assert [setup.replicas[name].joins[0]["first_rank"] for name in "abc"] == [1, 3, 4]
+    assert {setup.replicas[name].joins[0]["store"] for name in "abc"} == {begun["rendezvous"]["store"]}
+
+
+def test_the_group_is_made_once_for_a_membership_and_anew_for_the_next(tmp_path):
+    async def run():
+        setup = Setup(tmp_path, "a", "b")
+        await setup.register("a")
+        epochs = [(await setup.publish(version))["epoch"] for version in (1, 2)]
+        await setup.register("b")
+        epochs.append((await setup.publish(3))["epoch"])
+        await setup.fleet.deregister("b", "gone")
+        epochs.append((await setup.publish(4))["epoch"])
+        return setup, epochs
+
+    setup, epochs = asyncio.run(run())
+    assert epochs == [1, 1, 2, 3]
+    assert len(setup.replicas["a"].joins) == 3
+    assert len({join["store"] for join in setup.replicas["a"].joins}) == 3
+
+
+@pytest.mark.parametrize(("kv_on_update", "query"), [("rebuild", "clear_cache=true"), ("keep", "clear_cache=false")])
+def test_the_cache_of_requests_in_flight_is_rebuilt_or_kept(tmp_path, kv_on_update, query):
+    async def run():
+        setup = Setup(tmp_path, "a", kv_on_update=kv_on_update)
+        await setup.register("a")
+        await setup.publish(1)
+        return setup.calls
+
+    assert asyncio.run(run())[0] == f"a/pause?mode=keep&{query}"
+
+
+def test_a_late_joiner_answers_only_after_a_publication(tmp_path):
+    async def run():
+        setup = Setup(tmp_path, "a", "late")
+        await setup.register("a")
+        await setup.publish(1)
+        assert await setup.register("late") == ["behind"]
+        assert not setup.fleet.needs_publication
+        for i in range(4):
+            await setup.fleet.generate([1], SAMPLING, f"early{i}")
+        assert not setup.replicas["late"].requests
+        await setup.publish(2)
+        assert await setup.register("late") == ["current"]
+        await asyncio.gather(*[setup.fleet.generate([1], SAMPLING, f"later{i}") for i in range(4)])
+        return setup
+
+    setup = asyncio.run(run())
+    assert len(setup.replicas["late"].requests) == 2
+
+
+def test_a_fleet_that_lost_all_replicas_asks_for_a_publication(tmp_path):
+    async def run():
+        setup = Setup(tmp_path, "a", "b")
+        await setup.register("a")
+        await setup.publish(1)
+        await setup.fleet.deregister("a", "killed")
+        await setup.register("b")
+        assert setup.fleet.needs_publication
+        waiting = asyncio.create_task(setup.fleet.generate([1], SAMPLING, "waits"))
+        await setup.publish(2)
+        return (await waiting).versions
+
+    assert set(asyncio.run(run())) == {2}
+
+
+def test_requests_go_to_the_least_loaded_replica(tmp_path):
+    async def run():
+        setup = Setup(tmp_path, "a", "b", "c")
+        await setup.register("a", "b", "c")
+        await asyncio.gather(*[setup.fleet.generate([1], SAMPLING, f"r{i}") for i in range(9)])
+        return [len(replica.requests) for replica in setup.replicas.values()]
+
+    assert asyncio.run(run()) == [3, 3, 3]
+
+
+def test_a_response_survives_the_death_of_its_replica_and_keeps_its_tokens(tmp_path):
+    async def run():
+        setup = Setup(tmp_path, "a", "b")
+        await setup.register("a", "b")
+        setup.replicas["a"].dies_after = 5
+        partial = PartialGeneration()
+        result = await setup.fleet.generate([1, 2], SAMPLING, "r", partial)
+        return setup, result, partial
+
+    setup, result, partial = asyncio.run(run())
+    assert setup.replicas["b"].requests[0]["token_ids"] == [1, 2] + [7] * 5
+    assert len(result.token_ids) == len(partial.token_ids) == 20
+    assert "connection lost" in setup.fleet.status()["fenced"]["a"]
+
+
+def test_a_request_that_fails_everywhere_does_not_take_the_whole_fleet_down(tmp_path):
+    async def run():
+        setup = Setup(tmp_path, *"abcde")
+        await setup.register(*"abcde")
+        for replica in setup.replicas.values():
+            replica.dies_after = 0
+        with pytest.raises(ReplicaError, match="request r failed on 3 replicas"):
+            await setup.fleet.generate([1], SAMPLING, "r")
+        return setup.fleet.status()["replicas"]
+
+    assert len(asyncio.run(run())) == 2
+
+
+@pytest.mark.parametrize(
+    "step", ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
+)
+def test_a_member_that_fails_a_step_is_dropped_and_the_others_go_on(tmp_path, step):
+    async def run():
+        setup = Setup(tmp_path, "a", "b")
+        await setup.register("a", "b")
+        setup.replicas["b"].broken.add(step)
+        outcome = await setup.publish(1)
+        assert await setup.register("b") == ["fenced"]
+        return setup, outcome
+
+    setup, outcome = asyncio.run(run())
+    assert setup.fleet.version == 1
+    assert outcome["members"] == ["a"]
+    assert "is broken" in setup.fleet.status()["fenced"]["b"]
+    if step != "/pause":
+        assert f"{step} is broken" in outcome["failed"]["b"]
+
+
+def test_a_publication_that_reaches_nobody_changes_no_version(tmp_path):
+    async def run():
+        setup = Setup(tmp_path, "a", "b")
+        await setup.register("a")
+        setup.replicas["a"].broken.add("/update_weights")
+        with pytest.raises(PublicationError, match=r"version 1 reached no replica: .*is broken"):
+            await setup.publish(1)
+        assert setup.fleet.version == 0
+        with pytest.raises(PublicationError, match=r"version 1 waited 0.3 s for a replica"):
+            await setup.publish(1)
+        await setup.register("b")
+        return await setup.publish(1)
+
+    assert asyncio.run(run())["members"] == ["b"]
+
+
+def test_a_replica_that_dies_while_it_receives_ends_the_wait_for_it(tmp_path):
+    async def run():
+        setup = Setup(tmp_path, "a", transfer_timeout_s=60.0)
+        await setup.register("a")
+
+        async def never(replica, *arguments):
+            await asyncio.sleep(60)
+
+        for replica in setup.fleet._replicas.values():
+            replica.client.update_weights = never
+        await setup.fleet.begin_publication(1, MANIFEST)
+        await setup.fleet.deregister("a", "killed by SIGKILL")
+        async with asyncio.timeout(2):
+            with pytest.raises(PublicationError, match="reached no replica"):
+                await setup.fleet.finish_publication(1)
+
+    asyncio.run(run())
+
+
+def test_publications_do_not_overlap(tmp_path):
+    async def run():
+        setup = Setup(tmp_path, "a")
+        await setup.register("a")
+        await setup.fleet.begin_publication(1, MANIFEST)
+        with pytest.raises(PublicationError, match="publication of version 1 is not finished"):
+            await setup.fleet.begin_publication(2, MANIFEST)
+        with pytest.raises(PublicationError, match="version 2 cannot be finished"):
+            await setup.fleet.finish_publication(2)
+        await setup.fleet.finish_publication(1)
+
+    asyncio.run(run())
+
+
+def test_a_response_over_a_publication_has_both_versions_and_early_labels_are_never_too_new(tmp_path):
+    async def run():
+        setup, partial = Setup(tmp_path, "a"), PartialGeneration()
+        await setup.register("a")
+        call = asyncio.create_task(setup.fleet.generate([1], SAMPLING, "r", partial))
+        while len(partial.token_ids) < 5:
+            await asyncio.sleep(0)
+        await setup.fleet.begin_publication(1, MANIFEST)
+        early = list(partial.versions)
+        await setup.fleet.finish_publication(1)
+        return early, await call
+
+    early, result = asyncio.run(run())
+    assert set(result.versions) == {0, 1}
+    assert all(label <= truth for label, truth in zip(early, result.versions, strict=False))
+
+
+def test_without_a_replica_a_request_waits_and_then_says_so(tmp_path):
+    async def run():
+        setup = Setup(tmp_path, "a", request_timeout_s=0.2)
+        with pytest.raises(ReplicaError, match=r"request r waited 0.2 s: no replica with version 0"):
+            await setup.fleet.generate([1], SAMPLING, "r")
+
+    asyncio.run(run())

@@ -1,0 +1,175 @@
+"""The supervisor as a process, with stand-ins for vLLM and the controller: restarts, exit codes, nothing left over."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.fake_controller import FakeController
+
+RUN_SUPERVISOR = Path(__file__).with_name("run_supervisor.py")
+TOKEN = "secret"
+QUICK = [
+    "rollout.heartbeat_s=0.1",
+    "rollout.stop_timeout_s=1",
+    "rollout.startup_timeout_s=60",
+    "rollout.max_restarts=2",
+]
+DEADLINE_S = 60.0  # generous: the machine may be busy
+PROCESSES = 3  # of one stand-in: itself, its child, its resource tracker
+
+
+@pytest.fixture
+def controller() -> Iterator[FakeController]:
+    with FakeController(TOKEN) as fake:
+        yield fake
+
+
+class Running:
+    """A supervisor process and what it started."""
+
+    def __init__(self, folder: Path, url: str, mode: str, *overrides: str) -> None:
+        (folder / "config.yaml").write_text(f"run: {{dir: {folder}}}\n")
+        self.shared_before = set(os.listdir("/dev/shm"))
+        self.log = folder / "supervisor.log"
+        command = [sys.executable, str(RUN_SUPERVISOR), mode, str(folder / "config.yaml"), *QUICK, *overrides]
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*command, "--controller", url, "--node", "n"],
+                env=os.environ | {"A3PO_TOKEN": TOKEN},
+                stdout=output,
+                stderr=output,
+            )
+        self.family: set[psutil.Process] = set()
+
+    def look(self) -> list[psutil.Process]:
+        """Return the supervisor's descendants now, and remember them."""
+        now = psutil.Process(self.process.pid).children(recursive=True)
+        self.family |= set(now)
+        return now
+
+    def wait(self) -> int:
+        """Return the exit code and check that no process and no shared memory is left."""
+        code = self.process.wait(DEADLINE_S)
+        left = [process for process in self.family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+        assert not left
+        assert set(os.listdir("/dev/shm")) <= self.shared_before
+        return code
+
+    @property
+    def last_line(self) -> str:
+        return self.log.read_text().strip().splitlines()[-1]
+
+
+@pytest.fixture
+def start(tmp_path, controller) -> Iterator:
+    started: list[Running] = []
+
+    def run(mode: str, *overrides: str) -> Running:
+        started.append(Running(tmp_path, controller.url, mode, *overrides))
+        return started[-1]
+
+    yield run
+    for running in started:
+        if running.process.poll() is None:
+            running.process.terminate()
+            running.process.wait(DEADLINE_S)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_servers_and_everything_they_started(start, controller, number, code):
+    running = start("good", "rollout.num_servers=2")
+    controller.wait(lambda: set(controller.registered) == {"n-0.0", "n-1.0"}, DEADLINE_S)
+    assert len(running.look()) == 2 * PROCESSES
+    assert controller.registered["n-0.0"]["world_size"] == 1
+    running.process.send_signal(number)
+    assert running.wait() == code
+
+
+def test_a_server_that_ignores_the_request_to_end_is_killed(start, controller):
+    running = start("stubborn")
+    controller.wait(lambda: controller.registered, DEADLINE_S)
+    running.look()
+    running.process.terminate()
+    running.process.terminate()  # an impatient second one must not leave anything behind
+    assert running.wait() == 0
+
+
+def test_a_killed_server_is_reported_restarted_and_registered_under_a_new_name(start, controller):
+    running = start("good")
+    controller.wait(lambda: "n-0.0" in controller.registered, DEADLINE_S)
+    running.look()
+    (server,) = psutil.Process(running.process.pid).children()
+    server.kill()
+    controller.wait(lambda: "n-0.1" in controller.registered, DEADLINE_S)
+    assert controller.deregistered == {"n-0.0": "n-0.0 killed by SIGKILL"}
+    assert len(running.look()) == PROCESSES, "the child of the killed server is gone too"
+    running.process.terminate()
+    assert running.wait() == 0
+
+
+def test_a_server_that_the_controller_dropped_is_restarted(start, controller):
+    running = start("good")
+    controller.wait(lambda: "n-0.0" in controller.registered, DEADLINE_S)
+    controller.fenced.add("n-0.0")
+    controller.wait(lambda: "n-0.1" in controller.registered, DEADLINE_S)
+    assert "dropped by the controller: weights did not arrive" in running.log.read_text()
+    running.process.terminate()
+    assert running.wait() == 0
+
+
+def test_a_server_that_keeps_dying_ends_the_supervisor_with_its_own_words(start):
+    running = start("dies")
+    assert running.wait() == 1
+    assert "server 0 of n failed 3 times within 600 s (rollout.max_restarts=2)" in running.last_line
+    assert "RuntimeError: no weights in this folder" in running.last_line
+
+
+def test_a_supervisor_without_a_controller_stops(start, controller):
+    running = start("good", "rollout.controller_timeout_s=0.5")
+    controller.wait(lambda: controller.registered, DEADLINE_S)
+    running.look()
+    controller.stop()
+    assert running.wait() == 1
+    assert "has not answered for" in running.last_line
+    assert "rollout.controller_timeout_s=0.5" in running.last_line
+
+
+def test_a_wrong_token_is_said_at_once(start, controller, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "TOKEN", "another")
+    running = start("good")
+    assert running.wait() == 1
+    assert "/replicas/register answered 401" in running.last_line
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("rollout.top_p=0.9", "rollout.top_p=0.9: it reshapes"),
+        ("rollout.tempature=1", "unknown key 'rollout.tempature'"),
+    ],
+)
+def test_a_wrong_setting_is_exit_code_2_and_one_line(start, override, reason):
+    running = start("good", override)
+    assert running.wait() == 2
+    assert reason in running.last_line
+    assert len(running.log.read_text().strip().splitlines()) == 1
+
+
+def test_servers_of_a_supervisor_that_was_killed_end_by_themselves(start, controller):
+    running = start("good")
+    controller.wait(lambda: controller.registered, DEADLINE_S)
+    family = running.look()
+    assert len(family) == PROCESSES
+    running.process.kill()
+    deadline = time.monotonic() + DEADLINE_S
+    while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert set(os.listdir("/dev/shm")) <= running.shared_before

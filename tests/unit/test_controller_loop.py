@@ -1,0 +1,277 @@
+"""The loop with a fake fleet and a fake actor over the real HTTP app, in both schedules."""
+
+import asyncio
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from a3po_megatron import wire
+from a3po_megatron.controller.snapshot import Snapshot
+from a3po_megatron.controller.waiting import first_cause
+from a3po_megatron.records import Batch
+from a3po_megatron.rollout.client import Generation
+from tests.fakes.fleet import FakeFleet
+from tests.fakes.run import act, make_controller, next_batch, post, publish, register, running, whole_run
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class JitteryFleet(FakeFleet):
+    """Answers in another order every time."""
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Generation:
+        await asyncio.sleep(random.Random().uniform(0, 0.01))
+        return await super().generate(*args, **kwargs)
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def versions(batch: Batch) -> set[int]:
+    return {version for sample in batch.samples for version in sample.versions.tolist()}
+
+
+def as_bytes(batches: Sequence[Batch]) -> list[bytes]:
+    return [wire.encode(batch) for batch in batches]
+
+
+def test_a_free_run_trains_every_batch_within_the_staleness_bound(tmp_path: Path) -> None:
+    controller = make_controller(tmp_path, JitteryFleet(), num_steps=6, max_staleness=2)
+
+    async def train(version: int, batch: Batch) -> None:
+        await asyncio.sleep(0.03)
+
+    batches = whole_run(controller, train)
+    assert [len(batch.samples) for batch in batches] == [12] * 6
+    for version, batch in enumerate(batches):
+        assert min(versions(batch)) >= version - 2
+    assert max(version - min(versions(batch)) for version, batch in enumerate(batches)) > 0  # it did run ahead
+    assert controller.version == 6
+    assert controller.accepted == 18  # nothing is generated that nobody consumes
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_in_lockstep_two_runs_give_the_same_bytes_and_exactly_the_lag(tmp_path: Path, lag: int) -> None:
+    def run(name: str) -> list[Batch]:
+        controller = make_controller(tmp_path / name, JitteryFleet(), 6, schedule="lockstep", max_staleness=lag)
+        return whole_run(controller)
+
+    first, second = run("first"), run("second")
+    assert as_bytes(first) == as_bytes(second)
+    assert [versions(batch) for batch in first] == [{max(0, k - lag)} for k in range(6)]
+    assert as_bytes(first)[0] != as_bytes(first)[1]
+    for step in range(6):
+        name = f"samples/step_{step:06d}.jsonl"
+        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
+
+
+def test_another_seed_gives_other_samples(tmp_path: Path) -> None:
+    a = whole_run(make_controller(tmp_path / "a", FakeFleet(), 2, schedule="lockstep", seed=0))
+    b = whole_run(make_controller(tmp_path / "b", FakeFleet(), 2, schedule="lockstep", seed=1))
+    assert as_bytes(a) != as_bytes(b)
+
+
+def test_a_problem_asked_again_in_the_next_epoch_is_sampled_with_other_seeds(tmp_path: Path) -> None:
+    batches = whole_run(make_controller(tmp_path, FakeFleet(), num_steps=14, schedule="lockstep"))  # 6 epochs of 7
+    responses: dict[str, set[str]] = {}
+    for batch in batches:
+        for start in range(0, len(batch.samples), 4):
+            group = batch.samples[start : start + 4]
+            responses.setdefault(group[0].problem_id, set()).add(str([s.response_ids.tolist() for s in group]))
+    assert all(len(different) > 1 for different in responses.values())
+
+
+@pytest.mark.parametrize("schedule", ["free", "lockstep"])
+def test_generation_goes_on_to_its_bound_while_the_actor_trains(tmp_path: Path, schedule: str) -> None:
+    controller = make_controller(tmp_path, FakeFleet(token_s=0.001), 6, schedule=schedule, max_staleness=2)
+
+    async def train(version: int, batch: Batch) -> None:
+        # No call reaches the controller before all groups that this version may generate are finished.
+        while controller.accepted < min(version + 3, 6) * 3:
+            await asyncio.sleep(0.001)
+
+    whole_run(controller, train)
+    assert max(row["rollout/generating_while_training"] for row in rows(tmp_path / "metrics.jsonl")) > 0.3
+
+
+def test_requests_in_flight_go_on_over_a_publication_and_their_tokens_have_both_versions(tmp_path: Path) -> None:
+    async def main() -> None:
+        fleet = FakeFleet()
+        fleet.hold = lambda request_id: request_id.startswith(("draw3-", "draw4-", "draw5-"))  # the second batch
+        controller = make_controller(tmp_path, fleet, 6, max_staleness=1)
+        async with asyncio.timeout(30), running(controller) as (client, _):
+            await register(client)
+            assert await next_batch(client, 0) is not None
+            await publish(client, 1)
+            fleet.release.set()
+            batch = await next_batch(client, 1)
+        assert batch is not None
+        assert all(s.versions.tolist() == [0] + [1] * (len(s.versions) - 1) for s in batch.samples)
+
+    asyncio.run(main())
+
+
+def test_rows_samples_and_evaluations_can_be_read(tmp_path: Path) -> None:
+    batches = whole_run(make_controller(tmp_path, FakeFleet(), num_steps=5, eval_every=2))
+    metrics = rows(tmp_path / "metrics.jsonl")
+    assert [(row["step"], row["version"], row["loss"], row["grad_norm"]) for row in metrics] == [
+        (k, k, 0.5, None) for k in range(5)
+    ]
+    assert [row.get("eval/accuracy") for row in metrics] == [1.0, None, 1.0, None, 1.0]
+    for row, batch in zip(metrics, batches, strict=True):
+        ages = [row["version"] - v for s in batch.samples for v in s.versions.tolist()]
+        assert row["reward/mean"] == pytest.approx(batch.rewards.mean())
+        assert (row["staleness/mean"], row["staleness/max"]) == (pytest.approx(np.mean(ages)), max(ages))
+        assert row["staleness/overdue_tokens"] == 0
+        assert row["rollout/tokens_per_s"] >= 0
+    evaluations = rows(tmp_path / "evals.jsonl")
+    assert [(e["version"], e["num_problems"], e["accuracy"], e["standard_error"]) for e in evaluations] == [
+        (version, 10, 1.0, 0.0) for version in (0, 2, 4, 5)
+    ]
+    samples = rows(tmp_path / "samples" / "step_000003.jsonl")
+    assert len(samples) == 12
+    for line, sample, reward in zip(samples, batches[3].samples, batches[3].rewards, strict=True):
+        assert line["prompt"] == f"{sample.problem_id}="
+        right = f"{sum(map(int, sample.problem_id.split('+')))}<eos>"
+        assert (line["reward"] == 1.0) == (line["response"] == right) == (reward == 1)
+        assert sum(count for _, count in line["versions"]) == len(sample.response_ids)
+
+
+def test_shuffled_rewards_teach_nothing_but_have_the_same_mean(tmp_path: Path) -> None:
+    plain = whole_run(make_controller(tmp_path / "a", FakeFleet(), 4, schedule="lockstep"))
+    control = whole_run(make_controller(tmp_path / "b", FakeFleet(), 4, schedule="lockstep", shuffle=True))
+    for a, b in zip(plain, control, strict=True):
+        assert wire.encode(a.samples) == wire.encode(b.samples)
+        assert sorted(a.rewards) == sorted(b.rewards)
+    assert any(a.rewards.tolist() != b.rewards.tolist() for a, b in zip(plain, control, strict=True))
+
+
+def test_a_publication_waits_for_the_evaluation_of_the_version_it_replaces(tmp_path: Path) -> None:
+    async def main() -> None:
+        fleet = FakeFleet(token_s=0.02)
+        controller = make_controller(tmp_path, fleet, 6, max_eval_problems=30, max_concurrent_evals=2)
+        async with asyncio.timeout(30), running(controller) as (client, _):
+            await register(client)
+            assert await next_batch(client, 0) is not None
+            assert 0 not in controller.evaluations
+            await publish(client, 1)
+            assert controller.evaluations[0].num_problems == 30
+            assert fleet.calls[0] == "begin 1 w"
+
+    asyncio.run(main())
+
+
+def test_a_snapshot_holds_cursor_buffer_and_the_tokens_of_unfinished_responses(tmp_path: Path) -> None:
+    async def main() -> None:
+        fleet = FakeFleet()
+        controller = make_controller(tmp_path, fleet, 6, max_staleness=1, max_eval_problems=0)
+        async with asyncio.timeout(30), running(controller) as (client, _):
+            await register(client)
+            while len(controller.buffer) < 6:
+                await asyncio.sleep(0.001)
+            assert await next_batch(client, 0) is not None
+            drawn = fleet.tokens_drawn
+            fleet.hold = lambda request_id: True  # the groups that start now
+            await publish(client, 1)
+            while fleet.tokens_drawn < drawn + 12:
+                await asyncio.sleep(0.001)
+            snapshot = wire.decode(wire.encode(controller.snapshot()), Snapshot)
+        assert (snapshot.version, snapshot.num_taken, snapshot.cursor["index"]) == (1, 3, 9)
+        assert [index for index, _ in snapshot.waiting] == [3, 4, 5]
+        assert [len(group.samples) for _, group in snapshot.waiting] == [4, 4, 4]
+        assert [group.draw_index for group in snapshot.unfinished] == [6, 7, 8]
+        for group in snapshot.unfinished:
+            for response in group.responses:
+                assert len(response.response_ids) == len(response.behavior_logprobs) == 1
+                assert response.versions.tolist() == [1]
+
+    asyncio.run(main())
+
+
+def test_a_failing_background_task_ends_the_run_with_its_own_traceback(tmp_path: Path) -> None:
+    async def main() -> BaseException:
+        fleet = FakeFleet()
+        fleet.failure = RuntimeError("replica melted")
+        controller = make_controller(tmp_path, fleet)
+        async with asyncio.timeout(30), running(controller) as (client, run):
+            await register(client)
+            await asyncio.wait((run,))
+            error = run.exception()
+            assert error is not None
+            return first_cause(error)
+
+    cause = asyncio.run(main())
+    assert (type(cause), str(cause)) == (RuntimeError, "replica melted")
+    frames = []
+    trace = cause.__traceback__
+    while trace is not None:
+        frames.append(trace.tb_frame.f_code.co_name)
+        trace = trace.tb_next
+    assert "generate" in frames
+
+
+@pytest.mark.parametrize(
+    ("setting", "registers", "message"),
+    [
+        ("first_replica_timeout_s", False, "waited 0.2 s for the first rollout replica to register"),
+        ("group_timeout_s", True, r"waited 0.2 s .* responses to problem '\d+\+\d+'; tokens .*: \[1, 1, 1, 1\]"),
+        ("actor_timeout_s", True, "waited 0.2 s for the actor's next call at version 0"),
+        ("evaluation_timeout_s", True, r"waited 0.2 s .* for version 0's answers to 10 held-out problems"),
+    ],
+)
+def test_every_wait_has_a_deadline_and_names_what_it_waited_for(
+    tmp_path: Path, setting: str, registers: bool, message: str
+) -> None:
+    async def main() -> None:
+        fleet = FakeFleet()
+        fleet.hold = {
+            "group_timeout_s": lambda request_id: request_id.startswith("draw"),
+            "evaluation_timeout_s": lambda request_id: request_id.startswith("eval"),
+        }.get(setting, fleet.hold)
+        controller = make_controller(tmp_path, fleet, **{setting: 0.2})
+        async with asyncio.timeout(30), running(controller) as (client, run):
+            if registers:
+                await register(client)
+            await asyncio.wait((run,))
+            error = run.exception()
+            assert error is not None
+            raise first_cause(error)
+
+    with pytest.raises(TimeoutError, match=message):
+        asyncio.run(main())
+
+
+def test_an_actor_that_stops_early_ends_the_run_after_a_last_evaluation(tmp_path: Path) -> None:
+    async def main() -> None:
+        controller = make_controller(tmp_path, FakeFleet(token_s=0.002), 6, eval_every=0)
+        async with asyncio.timeout(30), running(controller) as (client, run):
+            await register(client)
+            assert await next_batch(client, 0) is not None
+            await publish(client, 1)
+            await post(client, "/done", reason="time is up")
+            await run
+            assert (await post(client, "/batch", version=1)).status_code == 410
+            assert sorted(controller.evaluations) == [0, 1]
+
+    asyncio.run(main())
+
+
+def test_the_actor_may_come_before_the_fleet(tmp_path: Path) -> None:
+    async def main() -> list[Batch]:
+        controller = make_controller(tmp_path, FakeFleet(), 3)
+        async with asyncio.timeout(30), running(controller) as (client, run):
+            actor = asyncio.create_task(act(client))
+            await asyncio.sleep(0.3)
+            assert not actor.done()
+            await register(client)
+            batches = await actor
+            await run
+            return batches
+
+    assert len(asyncio.run(main())) == 3
