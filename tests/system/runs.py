@@ -19,7 +19,7 @@ import psutil
 from a3po_megatron.rollout.server import shared_memory_of
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 240.0  # of a start or a run on a busy machine; a run takes about 40 s on an idle one
+DEADLINE_S = 400.0  # of a start or a run on a busy machine; a run takes 40 s on an idle one
 SMALL = (
     "controller.prompts_per_batch=8",
     "controller.samples_per_prompt=4",

@@ -7,7 +7,7 @@ import pytest
 
 from tests.system.runs import Finished, run
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 COLUMNS = {
     *("step", "version", "reward/mean", "loss", "grad_norm", "staleness/mean", "staleness/max", "forward_passes"),
