@@ -129,10 +129,14 @@ def _wait_for_controller(controller: Role, url: str, token: str, signals: Signal
             if controller.exit_code is not None:
                 return _failed(controller)
             try:
-                if client.get("/status").status_code == 200:
-                    return None
+                code = client.get("/status").status_code
             except httpx.TransportError:
-                time.sleep(POLL_S)
+                code = None  # it does not listen yet
+            if code == 200:
+                return None
+            if code == 401:
+                return Ending(1, f"another program with another token answers at {url}")
+            time.sleep(POLL_S)
     return Ending(1, f"the controller did not answer at {url} within {CONTROLLER_START_S:g} s; log: {controller.log}")
 
 
