@@ -20,6 +20,7 @@ from a3po_megatron.config.check import check_train
 from a3po_megatron.config.load import load_config, to_yaml
 from a3po_megatron.config.model_shape import ModelShape, read_model_shape
 from a3po_megatron.config.schema import TrainConfig
+from a3po_megatron.controller.build import check_controller
 from a3po_megatron.errors import UserError
 from a3po_megatron.launch.ranks import exit_code_of, is_rank, run_ranks
 from a3po_megatron.run_token import read_run_token
@@ -34,6 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_intermixed_args(arguments)
     config = load_config(TrainConfig, options.config, options.overrides)
     shape = read_model_shape(config.model.path)
+    check_controller(config)
     check_train(config, shape)
     HFFolder(config.model.path, shape)
     if options.print_config:

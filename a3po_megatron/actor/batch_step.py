@@ -37,14 +37,15 @@ class BatchStep:
         """
         began, passes_before = time.monotonic(), self._actor.num_forward_passes
         whole = training_batch(batch, version, self._max_staleness)
-        if self._algorithm.method == "sync" and (whole.staleness > 0).any():
+        if self._algorithm.method == "sync" and (whole.num_overdue or (whole.staleness > 0).any()):
             raise RuntimeError(f"algorithm.method=sync: the batch of version {version} holds tokens of older versions")
         minibatches = split_minibatches(whole.sequences, self._algorithm.num_minibatches, self._seed, version)
         minibatches = [m for m in minibatches if any(sequence.trainable.any() for sequence in m)]
 
         if self._algorithm.method == "recompute":
+            proximal_began = time.monotonic()
             minibatches = self._with_proximal(minibatches)
-            proximal_s = time.monotonic() - began
+            proximal_s = time.monotonic() - proximal_began
         reports = [self._step(minibatch, index, version) for index, minibatch in enumerate(minibatches)]
         if self._algorithm.method != "recompute":
             proximal_s = self._actor.add_up(self._proximal_time.take_s()) / self._actor.place.dp_size
@@ -88,7 +89,12 @@ def batch_metrics(reports: Sequence[StepReport], whole: TrainingBatch) -> Row:
     None where there are none. Without any step, what would be a mean is None or left out.
     """
     staleness, num_tokens = whole.staleness, sum(report.num_tokens for report in reports)
-    row: Row = {"optimizer_steps": len(reports), "tokens": num_tokens, "staleness/overdue_tokens": whole.num_overdue}
+    row: Row = {
+        "optimizer_steps": len(reports),
+        "tokens": num_tokens,
+        "samples/empty": whole.num_empty,
+        "staleness/masked_tokens": whole.num_overdue,
+    }
     if not reports:
         return {**row, "loss": None, "grad_norm": None, "lr": None, "parity/logprob_max_abs": None}
     gap = "policy/fresh_logprob_gap_max"
@@ -104,8 +110,8 @@ def batch_metrics(reports: Sequence[StepReport], whole: TrainingBatch) -> Row:
         "grad_norm": sum(report.grad_norm for report in reports) / len(reports),
         "lr": reports[-1].lr,
         "parity/logprob_max_abs": None if first_gap == -math.inf else first_gap,
-        "staleness/mean": float(staleness.mean()),
-        "staleness/max": int(staleness.max()),
+        "staleness/trained_mean": float(staleness.mean()),
+        "staleness/trained_max": int(staleness.max()),
     }
 
 

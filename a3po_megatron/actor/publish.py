@@ -47,18 +47,20 @@ class Publisher:
         self._sender: WeightSender | None = None
         self._epoch: int | None = None
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int) -> float:
         """Bring the fleet to the current weights under the name `version`. Collective.
 
-        Raises PublicationError or ControllerError on rank 0, which ends the other ranks too.
+        Returns, on rank 0, the seconds that the controller waited for an evaluation or older groups first. Raises
+        PublicationError or ControllerError on rank 0, which ends the other ranks too.
         """
         plan = self._begin(version) if self._link else None
         self._control.tell(b"" if self._link else None)  # the others wait here for the controller
         if plan is None:
             for _ in self._actor.export_weights():
                 pass
-        else:
-            self._send(version, plan)
+            return 0.0
+        self._send(version, plan)
+        return float(plan["waited_s"])
 
     def close(self) -> None:
         """Leave the weight group."""

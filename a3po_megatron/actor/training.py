@@ -55,9 +55,9 @@ def train(config: TrainConfig, shape: ModelShape, link: Link | None) -> int:
         if config.run.checkpoint_every and (version + 1) % config.run.checkpoint_every == 0:
             save_checkpoint(actor, checkpoints, version + 1)
         clock.lap_s()
-        publisher.publish(version + 1)
+        waited_s = publisher.publish(version + 1)
         if link:
-            times: Row = {"time/wait_s": wait_s, "time/publish_s": clock.lap_s()}
+            times: Row = {"time/wait_s": wait_s + waited_s, "time/publish_s": clock.lap_s() - waited_s}
             link.report_step(version, version, {**metrics, **times})
         version += 1
         clock.lap_s()

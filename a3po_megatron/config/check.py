@@ -36,19 +36,16 @@ def check_pretrain(config: PretrainConfig, shape: ModelShape) -> None:
 
 
 def check_train(config: TrainConfig, shape: ModelShape) -> None:
-    """Check every setting of a reinforcement learning run against the others and the model's shape.
+    """Check the settings of a reinforcement learning run against each other and the model's shape. Raises UserError.
 
-    Raises UserError for the first that is wrong.
+    Those of controller, rollout, data and reward alone are checked by `check_controller` in controller/build.py, which
+    goes first.
     """
-    # The controller's and the rollout's rooms keep the checks of their sections, and import `config` themselves.
-    from a3po_megatron.controller.build import check_controller
-
     check_run(config.run)
     check_model(config.model)
     check_actor(config.actor, shape)
     check_optimizer(config.optimizer)
     check_algorithm(config.algorithm)
-    check_controller(config)  # rollout, data and reward too
     if config.data.task == "arithmetic":
         check_task(config.data.arithmetic, "data.arithmetic", shape)
     _check_method(config)

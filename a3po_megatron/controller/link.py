@@ -66,7 +66,8 @@ class ActorLink:
         """Return whom to send `manifest`'s tensors to: `epoch` (the same as last time: reuse the group), `rendezvous`
         (`store`, `world_size`, `rank`), `members`, `bucket_bytes`.
         """
-        answer = self._post("/publish/begin", manifest, self._config.publication_timeout_s)
+        waits_s = self._config.evaluation_timeout_s + 2 * self._config.publication_timeout_s
+        answer = self._post("/publish/begin", manifest, waits_s)
         return wire.decode(answer.content, dict)
 
     def finish_publication(self, version: int, time_s: float, num_bytes: int) -> dict[str, Any]:

@@ -188,7 +188,7 @@ class Controller:
                 if self.parts.fleet.needs_publication:
                     raise Refused(
                         f"no batch for version {version}: every replica was restarted and has the initial weights; "
-                        "start the run again from its last checkpoint"
+                        "start a new run from the last checkpoint's model"
                     ) from None
                 return None
             if self.done_reason is not None:
@@ -213,20 +213,28 @@ class Controller:
         """Make the fleet ready to receive the weights of the next version; return whom to send them to.
 
         Waits for an evaluation in progress and, in lockstep, for every group that must come from the version that is
-        replaced. Woken by a finished group, an evaluation. Raises Refused for any version but the next.
+        replaced; the answer's `waited_s` is how long. Woken by a finished group, an evaluation. Raises Refused for any
+        version but the next.
         """
         if self.publishing or manifest.version != self.version + 1:
             state = f"is being replaced by version {self.version + 1}" if self.publishing else "is live"
             raise Refused(f"publication of version {manifest.version}: version {self.version} {state}")
-        self._step_metrics.training_ended(time.monotonic())
+        began = time.monotonic()
+        self._step_metrics.training_ended(began)
         await self.changes.until(
-            lambda: not self._evaluation_due() and self._groups_before(manifest.version) == 0,
-            self.config.publication_timeout_s,
-            lambda: f"{self._groups_before(manifest.version)} groups (and an evaluation) by version {self.version}",
+            lambda: not self._evaluation_due(),
+            self.config.evaluation_timeout_s,
+            lambda: f"the evaluation of version {self.version}",
         )
+        await self.changes.until(
+            lambda: self._groups_before(manifest.version) == 0,
+            self.config.publication_timeout_s,
+            lambda: f"{self._groups_before(manifest.version)} groups by version {self.version}",
+        )
+        waited_s = time.monotonic() - began
         self.publishing = True
         fields: dict[str, list[Any]] = {"names": manifest.names, "dtypes": manifest.dtypes, "shapes": manifest.shapes}
-        return await self.parts.fleet.begin_publication(manifest.version, fields)
+        return {**await self.parts.fleet.begin_publication(manifest.version, fields), "waited_s": waited_s}
 
     async def finish_publication(self, version: int) -> dict[str, Any]:
         """Make `version` the run's version once the fleet serves it; return its members and those that failed.
@@ -235,8 +243,14 @@ class Controller:
         """
         if not self.publishing or version != self.version + 1:
             raise Refused(f"the end of the publication of version {version}, which was not begun")
-        async with asyncio.timeout(self.config.publication_timeout_s):
-            outcome = await self.parts.fleet.finish_publication(version)
+        try:
+            async with asyncio.timeout(self.config.publication_timeout_s):
+                outcome = await self.parts.fleet.finish_publication(version)
+        except TimeoutError:
+            limit_s = self.config.publication_timeout_s
+            raise TimeoutError(
+                f"waited {limit_s:g} s (controller.publication_timeout_s) for the replicas to finish version {version}"
+            ) from None
         for name, reason in outcome["failed"].items():
             self.parts.say(f"version {version} did not reach replica {name}, which was dropped: {reason}")
         self.version, self.publishing = version, False
@@ -246,16 +260,11 @@ class Controller:
     async def report_step(self, report: StepReport) -> None:
         """Write the step's row: the actor's metrics, the controller's, the accuracy of the version that was trained.
 
-        Waits for the evaluation of that version if it is still in progress. Raises Refused for any step but that of the
-        batch that was handed out last.
+        Raises Refused for any step but that of the batch that was handed out last. The actor reports after publishing,
+        so an evaluation of that version has ended.
         """
         if self._handed_out is None or self._handed_out[0] != report.version:
             raise Refused(f"a report of step {report.step}: the batch of version {report.version} was not the last one")
-        await self.changes.until(
-            lambda: self.version != report.version or not self._evaluation_due(),
-            self.config.evaluation_timeout_s,
-            lambda: f"the evaluation of version {report.version}",
-        )
         row = {"step": report.step, "version": report.version, **self._step_metrics.row(time.monotonic())}
         if report.version in self.evaluations:
             row["eval/accuracy"] = self.evaluations[report.version].accuracy

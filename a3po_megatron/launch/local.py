@@ -23,6 +23,7 @@ from a3po_megatron.config.check import check_train
 from a3po_megatron.config.load import save_run_record
 from a3po_megatron.config.model_shape import read_model_shape
 from a3po_megatron.config.schema import TrainConfig
+from a3po_megatron.controller.build import check_controller
 from a3po_megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from a3po_megatron.launch.ports import check_port, check_server_ports
 from a3po_megatron.launch.processes import Role, Roles
@@ -48,6 +49,7 @@ class Ending:
 
 def check(config: TrainConfig) -> None:
     """Check the settings against each other and the model's folder, before anything starts. Raises UserError."""
+    check_controller(config)
     shape = read_model_shape(config.model.path)
     check_train(config, shape)
     HFFolder(config.model.path, shape)
@@ -127,10 +129,14 @@ def _wait_for_controller(controller: Role, url: str, token: str, signals: Signal
             if controller.exit_code is not None:
                 return _failed(controller)
             try:
-                if client.get("/status").status_code == 200:
-                    return None
+                code = client.get("/status").status_code
             except httpx.TransportError:
-                time.sleep(POLL_S)
+                code = None  # it does not listen yet
+            if code == 200:
+                return None
+            if code == 401:
+                return Ending(1, f"another program with another token answers at {url}")
+            time.sleep(POLL_S)
     return Ending(1, f"the controller did not answer at {url} within {CONTROLLER_START_S:g} s; log: {controller.log}")
 
 

@@ -21,6 +21,7 @@ from a3po_megatron.rollout.server import shared_memory_of
 
 POLL_S = 0.05
 SWEEP_S = 8.0  # for processes that outlive their role, between SIGTERM and SIGKILL
+UNKILLABLE_S = 30.0  # after SIGKILL, for a process that waits in the kernel
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
@@ -104,6 +105,8 @@ class Roles:
             role.process.terminate()
         deadline = time.monotonic() + role.stop_s
         while role.exit_code is None:
+            if time.monotonic() > deadline + UNKILLABLE_S:
+                return  # waits in the kernel; named when the sweep gives up
             if time.monotonic() > deadline or hurry():
                 self._shared_memory |= shared_memory_of(process.pid for process in self._family())
                 role.process.kill()
@@ -114,6 +117,9 @@ class Roles:
         deadline = time.monotonic() + SWEEP_S
         asked: set[int] = set()
         while family := self._family():
+            if time.monotonic() > deadline + UNKILLABLE_S:
+                pids = ", ".join(str(process.pid) for process in family)
+                raise RuntimeError(f"processes {pids} cannot be ended, not even by SIGKILL")
             self._shared_memory |= shared_memory_of(process.pid for process in family)
             out_of_patience = time.monotonic() > deadline or hurry()
             for process in family:

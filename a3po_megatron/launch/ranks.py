@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import socket
 import sys
 import tempfile
 import uuid
@@ -36,6 +37,11 @@ def exit_code_of(main: Callable[[], int]) -> int:
         return USER_ERROR_EXIT_CODE
 
 
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
 def run_ranks(module: str, arguments: Sequence[str], count: int) -> int:
     """Run `python -m module arguments` as `count` ranks; return 0, 2 after a user's mistake in a rank, else 1.
 
@@ -56,8 +62,10 @@ def run_ranks(module: str, arguments: Sequence[str], count: int) -> int:
             max_nodes=1,
             nproc_per_node=count,
             run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
+            # static: nothing is pickled, and every rank is known beforehand
+            rdzv_backend="static",
+            rdzv_endpoint=f"127.0.0.1:{_free_port()}",
+            rdzv_configs={"rank": 0},
             local_addr="127.0.0.1",
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             max_restarts=0,

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a fact to look at, not an exception from anywhere: the launcher always ends in order."""
+"""Ctrl-C, SIGTERM and a closed terminal as a fact to look at, not an exception from anywhere: the launcher always ends in order."""
 
 import signal
 from types import FrameType
@@ -6,7 +6,7 @@ from typing import Self
 
 
 class SignalCount:
-    """Counts SIGINT and SIGTERM while the context is open. The first asks to end, the second not to wait."""
+    """Counts SIGINT, SIGTERM and SIGHUP while the context is open. The first asks to end, the second not to wait."""
 
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
@@ -21,7 +21,8 @@ class SignalCount:
         return len(self.received) > 1
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        endings = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._note) for number in endings}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -104,7 +104,8 @@ class Fleet:
             return {"state": "fenced", "reason": self._fenced[name]}
         if name not in self._replicas:
             transport = self._make_transport(url) if self._make_transport else None
-            up_to_date = self._version == self._initial_version and self._publication is None
+            publishing = self._publication is not None or self._publication_lock.locked()
+            up_to_date = self._version == self._initial_version and not publishing
             self._replicas[name] = Replica(
                 client=ReplicaClient(name, url, self._token, self._config, self._vocab_size, transport),
                 world_size=world_size,
@@ -210,8 +211,8 @@ class Fleet:
                 if members:
                     # Before resume: what is drawn from now on, and what is asked from now on, is of this version.
                     self._version = version
-                    for replica in members:
-                        replica.state = "current"
+                    for replica in self._replicas.values():  # one that came meanwhile is not a member
+                        replica.state = "current" if any(replica is member for member in members) else "behind"
                 failed |= await self._on_each(members, lambda replica: replica.client.resume())
                 members = [replica for replica in members if self._is_member(replica)]
             finally:

@@ -186,10 +186,10 @@ def test_parity_is_null_without_fresh_tokens_and_a_batch_of_overdue_tokens_takes
     stale = replace(batch, samples=tuple(replace(s, versions=np.full_like(s.versions, 3)) for s in batch.samples))
     row = batch_step.train(stale, 5)
     assert row["parity/logprob_max_abs"] is None
-    assert (row["staleness/mean"], row["staleness/max"]) == (2.0, 2)
+    assert (row["staleness/trained_mean"], row["staleness/trained_max"]) == (2.0, 2)
     row = batch_step.train(stale, 9)
     assert (row["optimizer_steps"], row["loss"]) == (0, None)
-    assert row["staleness/overdue_tokens"] == sum(len(s.response_ids) for s in stale.samples)
+    assert row["staleness/masked_tokens"] == sum(len(s.response_ids) for s in stale.samples)
     actor.close()
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.system.runs import start
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1000)
 LONG = "run.num_steps=500"
 
 

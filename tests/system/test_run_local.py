@@ -24,10 +24,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def free(runs: Path, model: Path) -> Finished:
-    """The demo, shortened: its batches, generation ahead as it can be, and the held-out accuracy on the way."""
-    batch = ("controller.prompts_per_batch=32", "controller.samples_per_prompt=8", "algorithm.num_minibatches=4")
+    """The demo, shortened: generation runs ahead as it can, and the held-out accuracy is measured on the way."""
+    # Two groups at once: generation is the bottleneck, so nearly every publication finds responses in flight.
+    few = ("controller.max_concurrent_groups=2", "rollout.stream_interval=1")
     evaluation = ("controller.max_eval_problems=50", "controller.eval_every=5")
-    return run(runs / "free", model, "run.num_steps=12", *batch, *evaluation)
+    return run(runs / "free", model, "run.num_steps=12", *few, *evaluation)
 
 
 @pytest.fixture(scope="module")
@@ -40,17 +41,23 @@ def test_every_step_has_a_row_with_every_column(free):
     for row in free.rows:
         assert row.keys() >= COLUMNS
     assert [row["step"] for row in free.rows if "eval/accuracy" in row] == [0, 5, 10]
-    assert all(row["loss"] is not None and row["grad_norm"] > 0 for row in free.rows)
+    assert all(row["loss"] is not None for row in free.rows)
+    assert max(free.column("grad_norm")) > 0
 
 
 def test_generation_runs_ahead_within_the_bound_and_across_publications(free):
     assert max(free.column("staleness/max")) > 0
-    assert max(free.column("staleness/max")) <= 4
-    assert sum(free.column("rollout/samples_of_several_versions")) > 0
+    assert max(free.column("staleness/max")) <= 4  # of all tokens, also such as would have been masked
+    assert sum(free.column("staleness/overdue_tokens")) == 0
     spans = [sample["versions"] for step in free.samples for sample in step if len(sample["versions"]) > 1]
-    assert len(spans) == sum(free.column("rollout/samples_of_several_versions"))
+    assert len(spans) == sum(free.column("rollout/samples_of_several_versions")) > 0
     for stretches in spans:
         assert all(earlier[0] < later[0] for earlier, later in pairwise(stretches))
+
+
+def test_lockstep_lags_by_exactly_one_version(lockstep):
+    for step, samples in enumerate(lockstep.samples):
+        assert {version for sample in samples for version, _ in sample["versions"]} == {max(0, step - 1)}
 
 
 def test_vllm_and_the_actor_agree_on_fresh_tokens(free, lockstep):
@@ -99,4 +106,8 @@ def test_only_recompute_needs_more_forward_passes(lockstep, runs, model):
     assert recompute.column("forward_passes") == [2 * passes for passes in steps]  # one more a microbatch
     assert max(sync.column("staleness/max")) == 0
     assert max(lockstep.column("staleness/max")) == 1
-    assert sum(recompute.column("time/prox_s")) > 10 * sum(lockstep.column("time/prox_s"))
+
+
+def test_plain_ppo_on_stale_data_runs(runs, model):
+    behavior = run(runs / "behavior", model, "algorithm.method=behavior", "run.num_steps=2")
+    assert all(row["policy/behavior_weight_max"] == 1.0 for row in behavior.rows)

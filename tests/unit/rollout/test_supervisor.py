@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from a3po_megatron.rollout.server import shared_memory_of
 from tests.fake_controller import FakeController
 
 RUN_SUPERVISOR = Path(__file__).with_name("run_supervisor.py")
@@ -59,7 +60,12 @@ class Running:
         code = self.process.wait(DEADLINE_S)
         left = [process for process in self.family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
         assert not left
-        assert set(os.listdir("/dev/shm")) <= self.shared_before
+        # Names that came meanwhile may be another program's: those must be in use by somebody alive, and not by our family.
+        new = {Path("/dev/shm") / name for name in os.listdir("/dev/shm")} - {
+            Path("/dev/shm") / n for n in self.shared_before
+        }
+        others = shared_memory_of(process.pid for process in psutil.process_iter())
+        assert not new - others
         return code
 
     @property
