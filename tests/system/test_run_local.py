@@ -25,8 +25,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def free(runs: Path, model: Path) -> Finished:
     """The demo, shortened: generation runs ahead as it can, and the held-out accuracy is measured on the way."""
-    # Two groups at once: generation is the bottleneck, so nearly every publication finds responses in flight.
-    few = ("controller.max_concurrent_groups=2", "rollout.stream_interval=1")
+    # One group at a time, many a batch: generation is the bottleneck, so publications find responses in flight.
+    few = ("controller.max_concurrent_groups=1", "controller.prompts_per_batch=32", "rollout.stream_interval=1")
     evaluation = ("controller.max_eval_problems=50", "controller.eval_every=5")
     return run(runs / "free", model, "run.num_steps=12", *few, *evaluation)
 
