@@ -32,7 +32,7 @@ test: setup
 	@set -e; for part in $(PRESENT); do echo "== tests/$$part"; $(PYTEST) tests/$$part; done
 
 test-fast: setup
-	$(PYTEST) tests/unit
+	$(PYTEST) tests/unit -q -n 2
 
 # make test-unit, test-distributed, ...: one part. For real ranks: torchrun --nproc-per-node 4 -m pytest tests/distributed
 $(addprefix test-,$(PARTS)): test-%: setup
