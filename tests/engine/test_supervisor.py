@@ -11,6 +11,7 @@ import httpx
 import psutil
 import pytest
 
+from a3po_megatron.rollout.server import shared_memory_of
 from tests.engine.conftest import TOKEN
 from tests.engine.tiny_model import make_model, save_model
 from tests.fake_controller import FakeController
@@ -29,17 +30,19 @@ def test_a_killed_vllm_server_is_restarted_and_registered_again_and_stopping_lea
     (tmp_path / "token").write_text(TOKEN + "\n")
     environment = {name: value for name, value in os.environ.items() if name != "A3PO_TOKEN"}
     environment["PYTHONPATH"] = str(RECIPE.parents[1])
-    shared_before = set(os.listdir("/dev/shm"))
     with FakeController(TOKEN) as controller, (tmp_path / "supervisor.log").open("wb") as log:
         command = [sys.executable, str(RECIPE), str(tmp_path / "config.yaml"), "--controller", controller.url]
         process = subprocess.Popen([*command, "--node", "n"], env=environment, stdout=log, stderr=log)
         family: set[psutil.Process] = set()
+        shared: set[Path] = set()
         try:
             controller.wait(lambda: "n-0.0" in controller.registered or process.poll() is not None, START_S)
             assert process.poll() is None, (tmp_path / "supervisor.log").read_text()
             assert controller.registered["n-0.0"]["world_size"] == 1
             family |= set(psutil.Process(process.pid).children(recursive=True))
             assert len(family) >= 3, "API server, engine and worker"
+            shared |= shared_memory_of(process.pid for process in family)
+            assert shared, "vLLM's processes share memory, else this test sees nothing"
             (server,) = psutil.Process(process.pid).children()
             server.kill()
             controller.wait(lambda: "n-0.0" in controller.deregistered, 20)
@@ -49,6 +52,7 @@ def test_a_killed_vllm_server_is_restarted_and_registered_again_and_stopping_lea
             headers = {"Authorization": f"Bearer {TOKEN}"}
             assert httpx.get(f"{url}/weight_info", headers=headers, trust_env=False).json() == {"weight_version": "0"}
             family |= set(psutil.Process(process.pid).children(recursive=True))
+            shared |= shared_memory_of(process.pid for process in family)
         finally:
             family |= set(psutil.Process(process.pid).children(recursive=True)) if process.poll() is None else set()
             process.send_signal(signal.SIGTERM)
@@ -57,6 +61,6 @@ def test_a_killed_vllm_server_is_restarted_and_registered_again_and_stopping_lea
     assert code == 0
     assert time.monotonic() - asked < 30
     assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    assert set(os.listdir("/dev/shm")) <= shared_before
+    assert not [path for path in shared if path.exists()]
     with pytest.raises(httpx.ConnectError):
         httpx.get(url, trust_env=False)

@@ -47,10 +47,10 @@ class Running:
                 stderr=output,
             )
         self.family: set[psutil.Process] = set()
-        self.shared_memory: set[Path] = set()  # that the family has been seen to use
+        self.shared_memory: set[Path] = set()  # that the family mapped: names of other programs come and go
 
     def look(self) -> list[psutil.Process]:
-        """Return the supervisor's descendants now, and remember them."""
+        """Return the supervisor's descendants now, and remember them and their shared memory."""
         now = psutil.Process(self.process.pid).children(recursive=True)
         self.family |= set(now)
         self.shared_memory |= shared_memory_of(process.pid for process in now)
@@ -58,11 +58,15 @@ class Running:
 
     def wait(self) -> int:
         """Return the exit code and check that no process and no shared memory is left."""
-        code = self.process.wait(DEADLINE_S)
+        deadline = time.monotonic() + DEADLINE_S
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, self.log.read_text()
+            self.look()
+            time.sleep(0.02)
         left = [process for process in self.family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
         assert not left
         assert not [path for path in self.shared_memory if path.exists()]
-        return code
+        return self.process.returncode
 
     @property
     def last_line(self) -> str:
@@ -174,4 +178,5 @@ def test_servers_of_a_supervisor_that_was_killed_end_by_themselves(start, contro
     while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+    assert running.shared_memory
     assert not [path for path in running.shared_memory if path.exists()]
