@@ -209,7 +209,7 @@ class FakeLink:
         self.calls.append(f"begin {manifest.version}")
         assert len(manifest.names) == len(manifest.dtypes) == len(manifest.shapes)
         rendezvous = {"store": "unused", "world_size": 2, "rank": 0}
-        return {"epoch": 1, "rendezvous": rendezvous, "members": ["r0"], "bucket_bytes": 1 << 16}
+        return {"epoch": 1, "rendezvous": rendezvous, "members": ["r0"], "bucket_bytes": 1 << 16, "waited_s": 0.0}
 
     def finish_publication(self, version: int, time_s: float, num_bytes: int) -> dict[str, Any]:
         self.calls.append(f"finish {version}")
