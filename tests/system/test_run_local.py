@@ -25,7 +25,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def free(runs: Path, model: Path) -> Finished:
     """The demo, shortened: generation runs ahead as it can, and the held-out accuracy is measured on the way."""
-    # One group at a time, many a batch: generation is the bottleneck, so publications find responses in flight.
+    # One group at a time, many a batch: generation takes as long as training, and goes on while it does.
     few = ("controller.max_concurrent_groups=1", "controller.prompts_per_batch=32", "rollout.stream_interval=1")
     evaluation = ("controller.max_eval_problems=50", "controller.eval_every=5")
     return run(runs / "free", model, "run.num_steps=12", *few, *evaluation)
@@ -45,12 +45,13 @@ def test_every_step_has_a_row_with_every_column(free):
     assert max(free.column("grad_norm")) > 0
 
 
-def test_generation_runs_ahead_within_the_bound_and_across_publications(free):
+def test_generation_runs_ahead_within_the_bound(free):
     assert max(free.column("staleness/max")) > 0
     assert max(free.column("staleness/max")) <= 4  # of all tokens, also such as would have been masked
     assert sum(free.column("staleness/overdue_tokens")) == 0
     spans = [sample["versions"] for step in free.samples for sample in step if len(sample["versions"]) > 1]
-    assert len(spans) == sum(free.column("rollout/samples_of_several_versions")) > 0
+    # How many span a publication is a matter of chance in a run this short; tests/engine makes one span two for certain.
+    assert len(spans) == sum(free.column("rollout/samples_of_several_versions"))
     for stretches in spans:
         assert all(earlier[0] < later[0] for earlier, later in pairwise(stretches))
 
