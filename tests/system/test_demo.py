@@ -34,3 +34,6 @@ def test_held_out_accuracy_rises_unless_rewards_are_shuffled(tmp_path, warm_star
         assert rise <= 2 * first["standard_error"]
     else:
         assert rise >= RISE
+        rows = [json.loads(line) for line in (tmp_path / "demo" / "metrics.jsonl").read_text().splitlines()]
+        assert max(row["staleness/max"] for row in rows) > 0
+        assert sum(row["rollout/samples_of_several_versions"] for row in rows) > 0
