@@ -10,8 +10,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from a3po_megatron.rollout import orphan_watch
-
-TOKEN_VARIABLE = "A3PO_TOKEN"
+from a3po_megatron.run_token import TOKEN_VARIABLE
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

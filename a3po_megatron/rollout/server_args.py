@@ -9,8 +9,8 @@ from pathlib import Path
 import a3po_megatron
 from a3po_megatron.config.schema import RolloutConfig
 from a3po_megatron.errors import UserError
-from a3po_megatron.rollout.middleware import TOKEN_VARIABLE
 from a3po_megatron.rollout.orphan_watch import SUPERVISOR_VARIABLE
+from a3po_megatron.run_token import TOKEN_VARIABLE
 
 MODEL_NAME = "policy"  # what requests call the served model
 WEIGHT_BACKEND = "a3po_gloo"  # under which `weight_engine` registers itself
