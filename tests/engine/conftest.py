@@ -21,6 +21,7 @@ from a3po_megatron.rollout.fleet import Fleet
 from a3po_megatron.rollout.server import Server, choose_port
 from a3po_megatron.rollout.server_args import server_command, server_environment
 from a3po_megatron.rollout.weight_sender import WeightSender
+from tests.engine.paced_scheduler import PACE_FILE
 from tests.engine.tiny_model import MAX_LENGTH, VOCABULARY, make_model, save_model
 
 TOKEN = "0123456789abcdef" * 2
@@ -38,6 +39,7 @@ class LiveServer:
 
     server: Server
     rendezvous_dir: Path
+    pace_file: Path  # see paced_scheduler.py
     models: dict[int, Qwen3ForCausalLM]
     config: RolloutConfig = field(default_factory=rollout_config)
 
@@ -109,9 +111,11 @@ def started_server(tmp_path_factory) -> Iterator[LiveServer]:
     config, model = rollout_config(), make_model(seed=0)
     port = choose_port(config, 0)
     command = server_command(config, save_model(model, folder / "model"), "cpu", port, seed=0)
-    environment = server_environment(config, TOKEN, "cpu")
+    command += ["--scheduler-cls", "tests.engine.paced_scheduler.PacedScheduler"]
+    pace_file = folder / "pace"
+    environment = server_environment(config, TOKEN, "cpu") | {PACE_FILE: str(pace_file)}
     server = Server("live", f"http://127.0.0.1:{port}", command, environment, folder / "server.log")
-    live = LiveServer(server, folder / "rendezvous", {0: model})
+    live = LiveServer(server, folder / "rendezvous", pace_file, {0: model})
 
     async def wait_ready() -> None:
         client = live.client()

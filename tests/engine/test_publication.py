@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,14 +15,23 @@ from a3po_megatron.rollout.fleet import PublicationError
 from a3po_megatron.rollout.sampling import SamplingSettings
 from a3po_megatron.rollout.weight_sender import WeightSender
 from tests.engine.conftest import LiveServer, specs_of, tensors_of
+from tests.engine.paced_scheduler import slow_from
 from tests.engine.tiny_model import make_model, reference_logprobs
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for the server
 
 PROMPTS = [[5, 17, 42, 8], [60, 2, 9], [33, 33, 80, 11, 4]]
-# Long enough that two publications fit in, however slow this process is beside the server.
-SAMPLING = SamplingSettings(temperature=1.0, max_tokens=3000, ignore_eos=True)
+SAMPLING = SamplingSettings(temperature=1.0, max_tokens=1500, ignore_eos=True)
 TOLERANCE = 1e-4
+
+
+async def tokens_arrive(
+    calls: Sequence[asyncio.Task[Generation]], partials: Sequence[PartialGeneration], lengths: Sequence[int]
+) -> None:
+    """Wait until each response has its length."""
+    while any(len(partial.token_ids) < length for partial, length in zip(partials, lengths, strict=True)):
+        assert not any(call.done() for call in calls), "a response ended before it had its publications"
+        await asyncio.sleep(0.005)
 
 
 async def span_two_publications(live: LiveServer, kv_on_update: str) -> tuple[list[Generation], list[list[int]]]:
@@ -34,14 +44,11 @@ async def span_two_publications(live: LiveServer, kv_on_update: str) -> tuple[li
         for i, (prompt, partial) in enumerate(zip(PROMPTS, partials, strict=True))
     ]
     early_labels: list[list[int]] = []
-    for model in models:
-        lengths = [len(partial.token_ids) for partial in partials]
-        while any(len(partial.token_ids) < length + 40 for partial, length in zip(partials, lengths, strict=True)):
-            ended = [call.result() for call in calls if call.done()]
-            assert not ended, "a response ended before the second publication"
-            await asyncio.sleep(0.005)
-        early_labels = [list(partial.versions) for partial in partials]
-        await ready.publish(model)
+    with slow_from(live.pace_file, 0):
+        for model in models:
+            await tokens_arrive(calls, partials, [len(partial.token_ids) + 40 for partial in partials])
+            early_labels = [list(partial.versions) for partial in partials]
+            await ready.publish(model)
     results = await asyncio.gather(*calls)
     await ready.fleet.aclose()
     return results, early_labels
@@ -51,7 +58,7 @@ def test_spans_of_a_response_over_two_publications_are_each_exact_for_their_vers
     first = live.version
     results, early_labels = asyncio.run(span_two_publications(live, "rebuild"))
     for prompt, result, labels in zip(PROMPTS, results, early_labels, strict=True):
-        assert len(result.versions) == len(result.token_ids) == 3000
+        assert len(result.versions) == len(result.token_ids) == SAMPLING.max_tokens
         assert sorted(set(result.versions)) == [first, first + 1, first + 2]
         assert (np.diff(result.versions) >= 0).all()
         for version in set(result.versions):
@@ -117,13 +124,13 @@ def test_seeded_responses_longer_together_than_one_engine_step_survive_new_weigh
         partials = [PartialGeneration() for _ in PROMPTS]
         calls = [
             asyncio.create_task(
-                ready.fleet.generate(prompt, replace(SAMPLING, seed=i, max_tokens=4000), f"seeded-{i}", partial)
+                ready.fleet.generate(prompt, replace(SAMPLING, seed=i, max_tokens=2400), f"seeded-{i}", partial)
             )
             for i, (prompt, partial) in enumerate(zip(PROMPTS, partials, strict=True))
         ]
-        while any(len(partial.token_ids) < 1400 for partial in partials):
-            await asyncio.sleep(0.005)
-        await ready.publish(make_model(live.version + 401))
+        with slow_from(live.pace_file, 1410):
+            await tokens_arrive(calls, partials, [1400] * 3)
+            await ready.publish(make_model(live.version + 401))
         results = await asyncio.gather(*calls)
         await ready.fleet.aclose()
         return results
