@@ -93,6 +93,7 @@ def batch_metrics(reports: Sequence[StepReport], whole: TrainingBatch) -> Row:
         "optimizer_steps": len(reports),
         "tokens": num_tokens,
         "samples/empty": whole.num_empty,
+        "samples/filtered": whole.num_filtered,
         "staleness/masked_tokens": whole.num_overdue,
     }
     if not reports:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from a3po_megatron.batching.packing import TokenSequence
-from a3po_megatron.records import Batch, Sample
+from a3po_megatron.records import Batch, Bool, Sample
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class TrainingBatch:
     sequences: tuple[TokenSequence, ...]  # in the batch's order; samples without a response token are left out
     num_overdue: int  # response tokens that are older than the bound, and masked
     num_empty: int  # samples without a response token
+    num_filtered: int  # samples with tokens that the controller took out, and whose tokens are masked
 
     @property
     def staleness(self) -> NDArray[np.int32]:
@@ -28,16 +29,25 @@ class TrainingBatch:
 def training_batch(batch: Batch, version: int, max_staleness: int) -> TrainingBatch:
     """Return the batch as sequences whose arrays are aligned token by token (the packer shifts them, once).
 
-    Trainable are the response tokens, but not those older than `max_staleness` versions. Example at version 8 with a
-    bound of 1, for prompt [4, 5] and response [6, 7] sampled by versions [6, 8] with advantage 0.5:
+    Trainable are the response tokens of samples that are kept, but not those older than `max_staleness` versions.
+    Example at version 8 with a bound of 1, for prompt [4, 5] and response [6, 7] sampled by versions [6, 8] with
+    advantage 0.5:
 
         tokens 4 5 6 7    staleness 0 0 2 0    trainable 0 0 0 1    advantages 0 0 .5 .5
     """
-    samples = [(s, float(a)) for s, a in zip(batch.samples, batch.advantages, strict=True) if len(s.response_ids)]
-    sequences = tuple(_sequence(sample, advantage, version, max_staleness) for sample, advantage in samples)
-    num_tokens = sum(len(sample.response_ids) for sample, _ in samples)
-    num_trainable = sum(int(sequence.trainable.sum()) for sequence in sequences)
-    return TrainingBatch(sequences, num_tokens - num_trainable, len(batch.samples) - len(samples))
+    rows = list(zip(batch.samples, batch.advantages, batch.kept, strict=True))
+    rows = [row for row in rows if len(row[0].response_ids)]
+    in_time = [version - sample.versions <= max_staleness for sample, _, _ in rows]
+    sequences = tuple(
+        _sequence(sample, float(advantage), version, young & kept)
+        for (sample, advantage, kept), young in zip(rows, in_time, strict=True)
+    )
+    return TrainingBatch(
+        sequences,
+        num_overdue=sum(int((~young).sum()) for young in in_time),
+        num_empty=len(batch.samples) - len(rows),
+        num_filtered=sum(not kept for _, _, kept in rows),
+    )
 
 
 def split_minibatches(
@@ -63,7 +73,7 @@ def with_proximal(sequence: TokenSequence, logprobs: NDArray[np.float32] | None)
     return replace(sequence, fields={**sequence.fields, "proximal_logprobs": values})
 
 
-def _sequence(sample: Sample, advantage: float, version: int, max_staleness: int) -> TokenSequence:
+def _sequence(sample: Sample, advantage: float, version: int, trainable: Bool) -> TokenSequence:
     num_prompt, num_response = len(sample.prompt_ids), len(sample.response_ids)
     staleness = version - sample.versions.astype(np.int32)
 
@@ -72,7 +82,7 @@ def _sequence(sample: Sample, advantage: float, version: int, max_staleness: int
 
     return TokenSequence(
         tokens=np.concatenate([sample.prompt_ids, sample.response_ids]).astype(np.int64),
-        trainable=behind_prompt(staleness <= max_staleness),
+        trainable=behind_prompt(trainable),
         fields={
             "advantages": behind_prompt(np.full(num_response, advantage, np.float32)),
             "behavior_logprobs": behind_prompt(sample.behavior_logprobs.astype(np.float32)),

@@ -46,6 +46,10 @@ def check_train(config: TrainConfig, shape: ModelShape) -> None:
     check_actor(config.actor, shape)
     check_optimizer(config.optimizer)
     check_algorithm(config.algorithm)
+    if not config.advantage.std_floor > 0:
+        raise UserError(
+            f"advantage.std_floor={config.advantage.std_floor}: the smallest std that is divided by, above 0"
+        )
     if config.data.task == "arithmetic":
         check_task(config.data.arithmetic, "data.arithmetic", shape)
     _check_method(config)

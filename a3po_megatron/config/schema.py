@@ -203,6 +203,19 @@ class AlgorithmConfig:
 
 
 @dataclass(frozen=True)
+class AdvantageConfig:
+    """How a sample's reward becomes its advantage. See `batching/advantages.py`."""
+
+    baseline: Literal["mean", "leave_one_out"] = "mean"  # of the whole group, or of the other members
+    scale: Literal["group_std", "none"] = "group_std"  # none: mean only (Dr. GRPO), rewards keep their size
+    std_floor: float = 1e-3  # smallest std that is divided by
+    normalize_batch: bool = False  # afterwards to mean 0 and std 1 over the tokens of the batch
+    overlong_filtering: bool = (
+        False  # True: a sample that was cut off at max_response_tokens is neither trained nor counted
+    )
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Settings of asynchronous reinforcement learning, shared by all roles of one run."""
 
@@ -212,6 +225,7 @@ class TrainConfig:
     actor: ActorConfig = field(default_factory=ActorConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     controller: ControllerConfig = field(default_factory=ControllerConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -78,7 +78,7 @@ def make_batch(model: PreTrainedModel, version: int, shift: float = 0.4) -> Batc
         logprobs = (exact[len(prompt) - 1 :] + noise).astype(np.float32)
         samples.append(Sample(str(index), prompt, response, logprobs, versions, "stop"))
     advantages = rng.standard_normal(8).astype(np.float32)
-    return Batch(tuple(samples), advantages, advantages)
+    return Batch(tuple(samples), advantages, advantages, np.ones(8, np.bool_))
 
 
 def reference_row(trainer: OracleTrainer, batch: Batch, version: int, settings: AlgorithmConfig) -> dict[str, float]:

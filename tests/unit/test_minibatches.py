@@ -1,5 +1,7 @@
 """Batches become aligned sequences, and minibatches that every rank deals alike."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from a3po_megatron.batching.minibatches import split_minibatches, training_batch, with_proximal
@@ -15,7 +17,7 @@ def sample(prompt: list[int], response: list[int], versions: list[int]) -> Sampl
 
 def batch(*samples: Sample) -> Batch:
     size = len(samples)
-    return Batch(samples, np.ones(size, np.float32), np.arange(1, size + 1, dtype=np.float32))
+    return Batch(samples, np.ones(size, np.float32), np.arange(1, size + 1, dtype=np.float32), np.ones(size, np.bool_))
 
 
 def test_every_array_talks_about_the_same_token() -> None:
@@ -42,6 +44,13 @@ def test_tokens_older_than_the_bound_are_masked_and_counted_and_the_rest_of_the_
     whole = training_batch(batch(sample([1], [2, 3, 4], [3, 6, 8]), sample([1], [2], [2])), version=8, max_staleness=2)
     assert [sequence.trainable.tolist() for sequence in whole.sequences] == [[False, False, True, True], [False, False]]
     assert whole.num_overdue == 2
+
+
+def test_a_filtered_sample_is_masked_and_counted_and_its_tokens_are_not_called_overdue() -> None:
+    both = batch(sample([1], [2, 3], [0, 0]), sample([1], [2, 3], [0, 0]))
+    whole = training_batch(replace(both, kept=np.array([False, True])), version=0, max_staleness=0)
+    assert [sequence.trainable.tolist() for sequence in whole.sequences] == [[False] * 3, [False, True, True]]
+    assert (whole.num_filtered, whole.num_overdue) == (1, 0)
 
 
 def test_tokens_newer_than_the_actor_are_trained_with_negative_staleness() -> None:
