@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from a3po_megatron.actor.actor import Actor, StepReport
-from a3po_megatron.actor.optimizer import NonFiniteError
+from a3po_megatron.actor.nonfinite import NonFiniteError
 from a3po_megatron.batching.minibatches import TrainingBatch, split_minibatches, training_batch, with_proximal
 from a3po_megatron.batching.packing import TokenSequence
 from a3po_megatron.config.schema import AlgorithmConfig

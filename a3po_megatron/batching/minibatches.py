@@ -35,18 +35,20 @@ def training_batch(batch: Batch, version: int, max_staleness: int) -> TrainingBa
 
         tokens 4 5 6 7    staleness 0 0 2 0    trainable 0 0 0 1    advantages 0 0 .5 .5
     """
-    rows = list(zip(batch.samples, batch.advantages, batch.kept, strict=True))
-    rows = [row for row in rows if len(row[0].response_ids)]
-    in_time = [version - sample.versions <= max_staleness for sample, _, _ in rows]
-    sequences = tuple(
-        _sequence(sample, float(advantage), version, young & kept)
-        for (sample, advantage, kept), young in zip(rows, in_time, strict=True)
-    )
+    sequences, num_overdue = [], 0
+    for index, sample in enumerate(batch.samples):
+        if len(sample.response_ids):
+            in_time = version - sample.versions <= max_staleness
+            num_overdue += int((~in_time).sum())
+            name = f"sample {index} of the batch (problem {sample.problem_id!r})"
+            sequences.append(
+                _sequence(name, sample, float(batch.advantages[index]), version, in_time & batch.kept[index])
+            )
     return TrainingBatch(
-        sequences,
-        num_overdue=sum(int((~young).sum()) for young in in_time),
-        num_empty=len(batch.samples) - len(rows),
-        num_filtered=sum(not kept for _, _, kept in rows),
+        tuple(sequences),
+        num_overdue,
+        num_empty=len(batch.samples) - len(sequences),
+        num_filtered=int((~batch.kept).sum()),
     )
 
 
@@ -73,7 +75,7 @@ def with_proximal(sequence: TokenSequence, logprobs: NDArray[np.float32] | None)
     return replace(sequence, fields={**sequence.fields, "proximal_logprobs": values})
 
 
-def _sequence(sample: Sample, advantage: float, version: int, trainable: Bool) -> TokenSequence:
+def _sequence(name: str, sample: Sample, advantage: float, version: int, trainable: Bool) -> TokenSequence:
     num_prompt, num_response = len(sample.prompt_ids), len(sample.response_ids)
     staleness = version - sample.versions.astype(np.int32)
 
@@ -88,4 +90,5 @@ def _sequence(sample: Sample, advantage: float, version: int, trainable: Bool) -
             "behavior_logprobs": behind_prompt(sample.behavior_logprobs.astype(np.float32)),
             "staleness": behind_prompt(staleness),
         },
+        name=name,
     )

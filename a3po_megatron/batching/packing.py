@@ -33,6 +33,7 @@ class TokenSequence:
     tokens: NDArray[np.int64]  # [n], n >= 2
     trainable: NDArray[np.bool_]  # [n]; entry 0 must be False, nothing predicts the first token
     fields: Mapping[str, Array] = field(default_factory=dict)  # further per-token values, [n] each
+    name: str = ""  # for people
 
     def __post_init__(self) -> None:
         lengths = {len(self.tokens), len(self.trainable), *(len(values) for values in self.fields.values())}

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,8 @@ from a3po_megatron.actor.actor import Actor
 from a3po_megatron.actor.batch_step import BatchStep
 from a3po_megatron.actor.hf_folder import HFFolder
 from a3po_megatron.actor.hf_mapping import hf_shapes
-from a3po_megatron.actor.optimizer import NonFiniteError
+from a3po_megatron.actor.nonfinite import NonFiniteError
+from a3po_megatron.actor.reference import ReferenceWeights
 from a3po_megatron.batching.minibatches import split_minibatches, training_batch
 from a3po_megatron.batching.packing import TokenSequence
 from a3po_megatron.checkpoint_folder import newest_complete
@@ -34,6 +36,7 @@ from a3po_megatron.config.schema import (
 )
 from a3po_megatron.controller.link import ControllerError
 from a3po_megatron.controller.messages import WeightManifest
+from a3po_megatron.objective.supervised import SupervisedLoss
 from a3po_megatron.records import Batch, Sample
 from tests.distributed.layouts import (
     OPTIMIZER,
@@ -301,18 +304,75 @@ def test_the_loop_publishes_each_version_reports_each_step_and_leaves_model_and_
         assert losses[0] == losses[1]
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_before_anything_is_published(shared_folder: Path) -> None:
+@pytest.mark.parametrize("layout", [Layout(tp=2, pp=2), Layout(pp=2)], ids=str)
+def test_a_loss_that_is_not_finite_names_its_sample_and_ends_the_run_before_anything_is_published(
+    layout: Layout, shared_folder: Path
+) -> None:
     oracle = QWEN.build()
     model = save_model(oracle, shared_folder / "model")
     batch = make_batch(oracle, 0)
-    spoilt = replace(batch, advantages=np.full_like(batch.advantages, np.nan))
-    config = train_config(shared_folder, model, Layout(tp=2, pp=2).config(**TOKENS))
+    spoilt = replace(batch, advantages=np.where(np.arange(8) == 5, np.nan, batch.advantages).astype(np.float32))
+    config = train_config(shared_folder, model, layout.config(**TOKENS))
     link = FakeLink([spoilt]) if dist.get_rank() == 0 else None
-    with pytest.raises(NonFiniteError, match="batch of version 0, minibatch 0: the loss is nan; not published"):
+    with pytest.raises(NonFiniteError) as failure:
         training.train(config, read_model_shape(model), link)
+    assert re.fullmatch(
+        r"batch of version 0, minibatch \d: the loss is nan, the gradient norm (nan|inf); "
+        r"so is sample 5 of the batch \(problem '5'\) alone, whose loss is computed on rank [123]; not published",
+        str(failure.value),
+    )
     if link:
         assert link.calls == ["batch 0"]
     parallel.destroy()
+
+
+class InfiniteGradient:
+    """A loss that is finite where its gradient is not: sqrt at 0, for sequences that start with a marked token."""
+
+    metric_names = ()
+
+    def __call__(self, logprobs: torch.Tensor, trainable: torch.Tensor, fields: Any) -> Any:
+        zeros = (logprobs - logprobs.detach()).clamp(min=0)
+        marked = trainable & (fields["marked"] > 0)
+        return torch.where(trainable, logprobs + torch.where(marked, zeros, 1.0).sqrt(), 0.0).sum(), {}
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2, sp=True)], ids=str)
+def test_a_gradient_that_is_not_finite_stops_before_the_optimizer_and_names_its_sample(
+    layout: Layout, shared_folder: Path
+) -> None:
+    oracle = QWEN.build()
+    actor = build_actor(save_model(oracle, shared_folder), layout.config(**TOKENS))
+    sequences = [
+        replace(s, fields={"marked": np.full(len(s.tokens), int(i == 4))}, name=f"number {i}")
+        for i, s in enumerate(random_sequences())
+    ]
+    with pytest.raises(NonFiniteError, match="so is number 4 alone"):
+        actor.train_step(sequences, InfiniteGradient())
+    for name, tensor in actor.export_weights():
+        assert torch.equal(tensor.cpu(), oracle.get_parameter(name).detach())
+    actor.close()
+
+
+def test_reference_weights_take_the_models_place_and_leave_it_bit_for_bit(shared_folder: Path) -> None:
+    oracle, sequences = QWEN.build(), random_sequences()
+    options = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    actor = build_actor(save_model(oracle, shared_folder), Layout(tp=2, options=options).config(**TOKENS))
+    reference = ReferenceWeights(actor)
+    actor.train_step(sequences, SupervisedLoss())
+    trained = {name: tensor.clone() for name, tensor in actor.export_weights()}
+    with reference.in_place():
+        found = actor.logprobs(sequences)
+        for name, tensor in actor.export_weights():
+            assert torch.equal(tensor.cpu(), oracle.get_parameter(name).detach())
+    for index, logprobs in found.items():
+        expected = oracle_logprobs(oracle, sequences[index]).detach()
+        torch.testing.assert_close(torch.tensor(logprobs), expected, atol=TOLERANCE, rtol=0)
+    for name, tensor in actor.export_weights():
+        assert torch.equal(tensor, trained[name])
+        assert not torch.equal(tensor.cpu(), oracle.get_parameter(name).detach())
+    actor.train_step(sequences, SupervisedLoss())  # the optimizer still knows its parameters
+    actor.close()
 
 
 class BrokenSender(FakeSender):
