@@ -51,6 +51,7 @@ def transformer_config(shape: ModelShape, actor: ActorConfig, device: torch.devi
         tensor_model_parallel_size=actor.tensor_parallel,
         pipeline_model_parallel_size=actor.pipeline_parallel,
         virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        context_parallel_size=actor.context_parallel,
         sequence_parallel=actor.sequence_parallel,
         overlap_p2p_comm=overlapped,
         batch_p2p_comm=not overlapped,

@@ -117,8 +117,8 @@ def check_model(model: ModelConfig) -> None:
 
 def check_actor(actor: ActorConfig, shape: ModelShape) -> None:
     """Check that the layout fits the model and that Megatron trains it right."""
-    for name in ("tensor_parallel", "pipeline_parallel", "virtual_pipeline_parallel", "data_parallel"):
-        _at_least(f"actor.{name}", getattr(actor, name), 1)
+    for name in ("tensor", "pipeline", "virtual_pipeline", "context", "data"):
+        _at_least(f"actor.{name}_parallel", getattr(actor, f"{name}_parallel"), 1)
     _at_least("actor.max_tokens_per_microbatch", actor.max_tokens_per_microbatch, 1)
     if not actor.timeout_s > 0:
         raise UserError(f"actor.timeout_s={actor.timeout_s}: a deadline in seconds above 0")
@@ -194,11 +194,12 @@ def _check_lengths(config: TrainConfig, shape: ModelShape) -> None:
             f"rollout.max_model_len={longest}: {config.model.path} is made for at most "
             f"{shape.max_position_embeddings} positions (max_position_embeddings)"
         )
-    if config.actor.max_tokens_per_microbatch < longest + config.actor.tensor_parallel:
+    multiple = config.actor.token_multiple
+    needed = -(-longest // multiple) * multiple
+    if config.actor.max_tokens_per_microbatch < needed:
         raise UserError(
             f"actor.max_tokens_per_microbatch={config.actor.max_tokens_per_microbatch}: a response may reach "
-            f"rollout.max_model_len={longest} tokens, which no microbatch could hold; "
-            f"use at least {longest + config.actor.tensor_parallel}"
+            f"rollout.max_model_len={longest} tokens, which no microbatch could hold; use at least {needed}"
         )
 
 

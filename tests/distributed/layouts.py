@@ -44,10 +44,12 @@ class Layout:
     sp: bool = False
     vpp: int = 1
     options: dict[str, Any] = field(default_factory=dict)
+    cp: int = 1
 
     def __str__(self) -> str:
         parts = [f"TP{self.tp}" if self.tp > 1 else "", f"PP{self.pp}" if self.pp > 1 else ""]
         parts += [f"VPP{self.vpp}" if self.vpp > 1 else "", "SP" if self.sp else ""]
+        parts += [f"CP{self.cp}" if self.cp > 1 else ""]
         parts += [name if value is True else f"{name}={value}" for name, value in self.options.items()]
         return "+".join(part for part in parts if part) or "TP1"
 
@@ -58,7 +60,8 @@ class Layout:
             tensor_parallel=self.tp,
             pipeline_parallel=self.pp,
             virtual_pipeline_parallel=self.vpp,
-            data_parallel=dist.get_world_size() // (self.tp * self.pp),
+            context_parallel=self.cp,
+            data_parallel=dist.get_world_size() // (self.tp * self.pp * self.cp),
             sequence_parallel=self.sp,
             **self.options,
         )

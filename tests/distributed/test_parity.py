@@ -53,6 +53,14 @@ CASES = [
     (TIED, Layout(tp=2, pp=2, vpp=2, sp=True), {"max_tokens_per_microbatch": 16}),
     (LLAMA, Layout(tp=2, pp=2, sp=True), {}),
     (LLAMA, Layout(pp=4), {}),
+    (QWEN, Layout(cp=2), {}),
+    (TIED, Layout(cp=2, options=DISTRIBUTED), {"max_tokens_per_microbatch": 24}),
+    (QWEN, Layout(cp=2, options=OVERLAP), {"packed": False}),
+    (QWEN, Layout(tp=2, cp=2), {}),
+    (TIED, Layout(tp=2, sp=True, cp=2), {"max_tokens_per_microbatch": 24}),
+    (QWEN, Layout(pp=2, cp=2), {"max_tokens_per_microbatch": 24}),
+    (QWEN, Layout(pp=2, vpp=2, cp=2), {"max_tokens_per_microbatch": 24}),
+    (LLAMA, Layout(cp=4), {}),
 ]
 
 
@@ -204,8 +212,9 @@ def _gradients(actor: Actor, sequences: list[TokenSequence]) -> dict[str, torch.
     ):  # each data-parallel rank has reduced one shard of each bucket: put them together
         for buffer in (buffer for chunk in actor.chunks for buffer in chunk.buffers):
             for bucket in buffer.buckets:
-                shards = list(bucket.grad_data.chunk(actor.place.dp_size))
-                dist.all_gather(shards, shards[actor.place.dp_rank].clone(), group=buffer.data_parallel_group)
+                group = buffer.data_parallel_group
+                shards = list(bucket.grad_data.chunk(group.size()))
+                dist.all_gather(shards, shards[group.rank()].clone(), group=group)
     return dict(export_weights(actor.models, actor.shape, actor.place, value=lambda parameter: parameter.main_grad))
 
 
