@@ -28,6 +28,10 @@ class Place:
     cp_size: int
     dp_rank: int
     dp_size: int
+    ep_rank: int
+    ep_size: int
+    etp_rank: int
+    etp_size: int
 
     @property
     def is_last_stage(self) -> bool:
@@ -44,6 +48,8 @@ def initialize(actor: ActorConfig, seed: int) -> Place:
         pipeline_model_parallel_size=actor.pipeline_parallel,
         virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
         context_parallel_size=actor.context_parallel,
+        expert_model_parallel_size=actor.expert_parallel,
+        expert_tensor_parallel_size=actor.expert_tensor_parallel,
         distributed_timeout_minutes=actor.timeout_s / 60,
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
@@ -56,6 +62,10 @@ def initialize(actor: ActorConfig, seed: int) -> Place:
         cp_size=parallel_state.get_context_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        ep_size=parallel_state.get_expert_model_parallel_world_size(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
     )
 
 
@@ -93,6 +103,16 @@ def dp_group() -> dist.ProcessGroup:
 def dp_cp_group() -> dist.ProcessGroup:
     """Ranks that hold the same parameters and see other tokens."""
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def ep_group() -> dist.ProcessGroup:
+    """Ranks of this pipeline stage that hold the other experts."""
+    return parallel_state.get_expert_model_parallel_group()
+
+
+def etp_group() -> dist.ProcessGroup:
+    """Ranks that hold the other shards of this rank's experts."""
+    return parallel_state.get_expert_tensor_parallel_group()
 
 
 def sum_over_cp(values: Tensor) -> Tensor:

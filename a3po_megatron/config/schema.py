@@ -41,6 +41,10 @@ class ActorConfig:
     # ranks that share each sequence, two chunks of it each; parameters are the same on all of them
     context_parallel: int = 1
     data_parallel: int = 1
+    # Of a mixture of experts: ranks that share the experts, and those that share each expert. They are taken from the
+    # tensor, context and data parallel ranks, and do not add to the world size.
+    expert_parallel: int = 1
+    expert_tensor_parallel: int = 1
     sequence_parallel: bool = False
     # auto: overlapped with virtual stages, else batched (what Megatron's two schedules each support)
     p2p_communication: Literal["auto", "batched", "overlapped"] = "auto"
