@@ -118,7 +118,8 @@ class Actor:
     def logprobs(self, sequences: Sequence[TokenSequence]) -> dict[int, NDArray[np.float32]]:
         """Return {index: float32 [n-1]}: log-probability of each token but the first, given those before it.
 
-        On the last pipeline stage, for the sequences of this data-parallel rank; empty on the other stages.
+        On the last pipeline stage, for the sequences of this data-parallel rank, put together from its context-parallel
+        ranks; empty on the other stages.
         """
         return self.logprobs_by_step([sequences])[0]
 
@@ -146,7 +147,10 @@ class Actor:
                 chunk.start_param_sync(force_sync=True)
 
     def add_up(self, value: float) -> float:
-        """Return the sum of `value` over the data-parallel ranks of the last pipeline stage, on every rank."""
+        """Return the sum of `value` over the data-parallel ranks of the last pipeline stage, on every rank.
+
+        Context-parallel ranks, which see the same sequences, are to pass the same value; it counts once.
+        """
         total = torch.tensor(float(value), dtype=torch.float64, device=self.device)
         if self.place.is_last_stage:
             dist.all_reduce(total, group=parallel.dp_group())
@@ -167,6 +171,8 @@ class Actor:
             packed=self.settings.packed,
             multiple_of=self.place.tp_size if self.settings.sequence_parallel else 1,
             count_multiple_of=self.place.pp_size if interleaved else 1,
+            cp_rank=self.place.cp_rank,
+            cp_size=self.place.cp_size,
         )
 
     def _forward(self, steps: Sequence[Sequence[TokenSequence]], processor: Any) -> list[dict[int, NDArray[Any]]]:
@@ -178,7 +184,8 @@ class Actor:
         if self.place.is_last_stage:
             for found, step in zip(values, microbatches, strict=True):
                 for microbatch in step:
-                    found.update(microbatch.by_sequence(next(outputs).cpu().numpy()))
+                    parts = [part.cpu().numpy() for part in parallel.gather_over_cp(next(outputs))]
+                    found.update(microbatch.by_sequence(microbatch.join(parts)))
         return values
 
     def _zero_gradients(self) -> None:
@@ -215,7 +222,7 @@ class Actor:
         self.optimizer.step_with_ready_grads()
 
     def _reduce(self, metrics: list[pipeline.Metrics], names: Sequence[str]) -> dict[str, float]:
-        """Combine the last stage's metrics over microbatches and data-parallel ranks, and tell every stage."""
+        """Combine the last stage's metrics over microbatches, data- and context-parallel ranks, and tell every stage."""
         is_max = torch.tensor([name.endswith("max") for name in names], device=self.device)
         totals = torch.where(is_max, -torch.inf, 0.0).double()
         for microbatch in metrics:
@@ -223,8 +230,8 @@ class Actor:
             totals = torch.where(is_max, torch.maximum(totals, values), totals + values)
         if self.place.is_last_stage:
             sums, maxima = totals.clone(), totals
-            dist.all_reduce(sums, group=parallel.dp_group())
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parallel.dp_group())
+            dist.all_reduce(sums, group=parallel.dp_cp_group())
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parallel.dp_cp_group())
             totals = torch.where(is_max, maxima, sums)
         dist.broadcast(totals, group_src=self.place.pp_size - 1, group=parallel.pp_group())
         return dict(zip(names, totals.tolist(), strict=True))

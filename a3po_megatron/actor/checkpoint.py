@@ -87,7 +87,7 @@ def _state(actor: Actor, *, is_loading: bool, step: int) -> dict[str, Any]:
     metadata = {
         # The layout-independent form of the distributed optimizer's state: it loads at any TP, PP and DP.
         "distrib_optim_sharding_type": "fully_reshardable",
-        "dp_cp_group": parallel.dp_group(),
+        "dp_cp_group": parallel.dp_cp_group(),
     }
     models = {
         name: _without_extra_state(chunk.sharded_state_dict(metadata=metadata))

@@ -29,7 +29,8 @@ def start(actor: ActorConfig) -> torch.device:
     if world_size != actor.world_size:
         raise UserError(
             f"{world_size} ranks were started, but actor.tensor_parallel={actor.tensor_parallel} x pipeline_parallel="
-            f"{actor.pipeline_parallel} x data_parallel={actor.data_parallel} needs {actor.world_size}"
+            f"{actor.pipeline_parallel} x context_parallel={actor.context_parallel} x data_parallel={actor.data_parallel} "
+            f"needs {actor.world_size}"
         )
     prepare_megatron(device)
     if not dist.is_initialized():
@@ -59,8 +60,6 @@ def prepare_megatron(device: torch.device) -> None:
     """Make megatron-core usable on `device`; must run before any megatron model or optimizer is built."""
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
-    # The local layers are small; compiling them costs more than it saves, and on a CPU dynamo needs a compiler at run time.
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     # Sequence parallelism relies on kernels starting in the order in which they were queued.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if device.type == "cuda":
@@ -69,6 +68,8 @@ def prepare_megatron(device: torch.device) -> None:
         from a3po_megatron.actor import cpu_shim
 
         cpu_shim.install()
+        # megatron decorates small functions (the router's, for one) with torch.compile, which needs a C++ compiler at run time.
+        torch.compiler.set_stance("force_eager")
     from a3po_megatron.actor import optimizer_checkpoint_fix
 
     optimizer_checkpoint_fix.install()

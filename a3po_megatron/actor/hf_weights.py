@@ -12,7 +12,16 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from a3po_megatron.actor import hf_layout, parallel
-from a3po_megatron.actor.hf_mapping import EMBEDDING, FINAL_NORM, LAYER_RULES, Rule, hf_shapes, layer_rule, output_rule
+from a3po_megatron.actor.hf_mapping import (
+    EMBEDDING,
+    FINAL_NORM,
+    Rule,
+    hf_shapes,
+    layer_rule,
+    layer_rules,
+    model_name,
+    output_rule,
+)
 from a3po_megatron.config.model_shape import ModelShape
 
 Source = Callable[[str], Tensor]  # Hugging Face name -> whole tensor
@@ -35,8 +44,9 @@ def random_source(shape: ModelShape, seed: int, std: float) -> Source:
 def load_weights(chunks: Sequence[GPTModel], shape: ModelShape, place: parallel.Place, source: Source) -> None:
     """Fill every parameter of this rank's chunks from `source`, one tensor at a time, cast to the parameter's dtype."""
     for chunk in chunks:
-        for rule, parameter in _ruled_parameters(chunk, shape):
-            shard = hf_layout.shard(rule.split, [source(name) for name in rule.hf], shape, place.tp_size, place.tp_rank)
+        for rule, parameter in _ruled_parameters(chunk, shape, place):
+            size, rank = (place.tp_size, place.tp_rank) if rule.expert is None else (place.etp_size, place.etp_rank)
+            shard = hf_layout.shard(rule.split, [source(name) for name in rule.hf], shape, size, rank)
             assert shard.shape == parameter.shape, f"{rule.megatron}: shard {shard.shape}, parameter {parameter.shape}"
             parameter.copy_(shard)
 
@@ -48,23 +58,26 @@ def export_weights(
     place: parallel.Place,
     value: Callable[[torch.nn.Parameter], Tensor] = lambda parameter: parameter.data,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, whole tensor) in model order, on every rank of the tensor and pipeline groups.
+    """Yield (Hugging Face name, whole tensor) in model order, on every rank of the tensor, expert and pipeline groups.
 
     Collective: all of these ranks iterate to the end. Memory is bounded by one parameter (gathered) and its Hugging Face
     parts. `value` picks what is exported of a parameter, for example its gradient. The caller makes parameters fresh first
     (`Actor.export_weights` does, under overlapped parameter gathering).
     """
-    held = {rule.hf: parameter for chunk in chunks for rule, parameter in _ruled_parameters(chunk, shape)}
+    held = {rule.hf: parameter for chunk in chunks for rule, parameter in _ruled_parameters(chunk, shape, place)}
     shapes = hf_shapes(shape)
     stages = len(chunks) * place.pp_size
     like = value(next(iter(held.values())))
     for rule, stage in _model_order(shape, stages):
-        owner = stage % place.pp_size
-        whole = None
-        if place.pp_rank == owner:
+        owner, whole = stage % place.pp_size, None
+        if place.pp_rank == owner and rule.hf in held:  # of an expert it is held by one expert-parallel rank
             whole = hf_layout.join(rule.split, _gather(value(held[rule.hf]), rule, place), shape)
         for position, name in enumerate(rule.hf):
-            yield name, _from_owner(whole[position] if whole else None, shapes[name], like, owner, place)
+            tensor = whole[position] if whole else None
+            if rule.expert is not None and place.pp_rank == owner:
+                expert_owner = rule.expert // _experts_a_rank(shape, place)
+                tensor = _from_owner(tensor, shapes[name], like, expert_owner, parallel.ep_group())
+            yield name, _from_owner(tensor, shapes[name], like, owner, parallel.pp_group())
 
 
 def _model_order(shape: ModelShape, stages: int) -> Iterator[tuple[Rule, int]]:
@@ -72,22 +85,26 @@ def _model_order(shape: ModelShape, stages: int) -> Iterator[tuple[Rule, int]]:
     layers_per_stage = shape.num_layers // stages
     yield EMBEDDING, 0
     for layer in range(shape.num_layers):
-        for rule in LAYER_RULES[shape.family]:
+        for rule in layer_rules(shape):
             yield layer_rule(rule, layer), layer // layers_per_stage
     yield FINAL_NORM, stages - 1
     if not shape.tie_word_embeddings:
         yield output_rule(shape), stages - 1
 
 
-def _ruled_parameters(chunk: GPTModel, shape: ModelShape) -> list[tuple[Rule, torch.nn.Parameter]]:
+def _ruled_parameters(
+    chunk: GPTModel, shape: ModelShape, place: parallel.Place
+) -> list[tuple[Rule, torch.nn.Parameter]]:
     """Return every parameter of a chunk with its rule. A parameter without a rule, or the reverse, is an error."""
-    parameters = dict(chunk.named_parameters())
+    first_expert = place.ep_rank * _experts_a_rank(shape, place)
+    parameters = {model_name(name, first_expert): parameter for name, parameter in chunk.named_parameters()}
     rules: dict[str, Rule] = {}
     if chunk.pre_process:
         rules[EMBEDDING.megatron] = EMBEDDING
     for index, layer in enumerate(chunk.decoder.layers):
-        for rule in LAYER_RULES[shape.family]:
-            rules[f"decoder.layers.{index}.{rule.megatron}"] = layer_rule(rule, layer.layer_number - 1)
+        for rule in layer_rules(shape):
+            if rule.expert is None or 0 <= rule.expert - first_expert < _experts_a_rank(shape, place):
+                rules[f"decoder.layers.{index}.{rule.megatron}"] = layer_rule(rule, layer.layer_number - 1)
     if chunk.post_process:
         rules[FINAL_NORM.megatron] = FINAL_NORM
         if not (chunk.pre_process and shape.tie_word_embeddings):
@@ -98,22 +115,29 @@ def _ruled_parameters(chunk: GPTModel, shape: ModelShape) -> list[tuple[Rule, to
     return [(rules[name], parameter) for name, parameter in parameters.items()]
 
 
+def _experts_a_rank(shape: ModelShape, place: parallel.Place) -> int:
+    return shape.num_experts // place.ep_size
+
+
 def _gather(local: Tensor, rule: Rule, place: parallel.Place) -> list[Tensor]:
-    """Return every tensor-parallel rank's shard, in rank order."""
-    if rule.split == "replicated" or place.tp_size == 1:
+    """Return every shard of a parameter, in rank order."""
+    size, group = (
+        (place.tp_size, parallel.tp_group()) if rule.expert is None else (place.etp_size, parallel.etp_group())
+    )
+    if rule.split == "replicated" or size == 1:
         return [local]
-    shards = [torch.empty_like(local) for _ in range(place.tp_size)]
-    dist.all_gather(shards, local.contiguous(), group=parallel.tp_group())
+    shards = [torch.empty_like(local) for _ in range(size)]
+    dist.all_gather(shards, local.contiguous(), group=group)
     return shards
 
 
 def _from_owner(
-    whole: Tensor | None, shape: tuple[int, ...], like: Tensor, owner: int, place: parallel.Place
+    whole: Tensor | None, shape: tuple[int, ...], like: Tensor, owner: int, group: dist.ProcessGroup
 ) -> Tensor:
-    """Broadcast one tensor, of the dtype and device of `like`, from the pipeline stage that owns it."""
-    if place.pp_size == 1:
+    """Broadcast one tensor, of the dtype and device of `like`, from the rank of `group` that holds it."""
+    if group.size() == 1:
         assert whole is not None
         return whole
     tensor = torch.empty(shape, dtype=like.dtype, device=like.device) if whole is None else whole.contiguous()
-    dist.broadcast(tensor, group_src=owner, group=parallel.pp_group())
+    dist.broadcast(tensor, group_src=owner, group=group)
     return tensor

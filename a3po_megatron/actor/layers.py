@@ -1,7 +1,8 @@
 """The transformer layer: Transformer Engine's spec where it is installed, else local layers with the same parameter names.
 
 Same names mean that checkpoints and the Hugging Face mapping are the same on CPU and GPU. The norms that precede a
-column-parallel projection belong to it (`linear_qkv.layer_norm_weight`), as in Transformer Engine.
+column-parallel projection belong to it (`linear_qkv.layer_norm_weight`), as in Transformer Engine; the norm before experts
+stands alone (`pre_mlp_layernorm`).
 """
 
 from functools import partial
@@ -17,6 +18,8 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
@@ -34,7 +37,11 @@ def layer_spec(config: TransformerConfig, device: torch.device) -> ModuleSpec:
     """Return the spec of one transformer layer."""
     if not uses_transformer_engine(device):
         return local_layer_spec(config)
-    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+    )
     if config.params_dtype == torch.float32:  # Transformer Engine's attention on packed sequences takes 16 bits only
         spec.submodules.self_attention.submodules.core_attention = CoreAttention
     return spec
@@ -63,21 +70,30 @@ def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
             k_layernorm=head_norm,
         ),
     )
-    mlp = partial(
-        MLP.as_mlp_submodule,
-        submodules=MLPSubmodules(linear_fc1=LayerNormColumnParallelLinear, linear_fc2=RowParallelLinear),
-    )
+    has_experts = config.num_moe_experts is not None
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=IdentityOp,
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=IdentityOp,
-            mlp=mlp,
+            pre_mlp_layernorm=RMSNorm if has_experts else IdentityOp,
+            mlp=_experts() if has_experts else _dense_mlp(),
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+def _dense_mlp() -> Any:
+    """Return a builder of the MLP, which begins with the norm before it."""
+    submodules = MLPSubmodules(linear_fc1=LayerNormColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return partial(MLP.as_mlp_submodule, submodules=submodules)
+
+
+def _experts() -> Any:
+    """Return a builder of megatron's mixture of experts, one expert after another."""
+    expert = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return partial(MoELayer, submodules=MoESubmodules(experts=partial(SequentialMLP, submodules=expert)))
 
 
 class RMSNorm(torch.nn.Module):

@@ -1,5 +1,7 @@
 """A megatron GPTModel from a model's shape and a layout: one chunk a (virtual) pipeline stage of this rank."""
 
+from typing import Any
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
@@ -51,14 +53,34 @@ def transformer_config(shape: ModelShape, actor: ActorConfig, device: torch.devi
         tensor_model_parallel_size=actor.tensor_parallel,
         pipeline_model_parallel_size=actor.pipeline_parallel,
         virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        context_parallel_size=actor.context_parallel,
         sequence_parallel=actor.sequence_parallel,
         overlap_p2p_comm=overlapped,
         batch_p2p_comm=not overlapped,
         variable_seq_lengths=True,  # microbatches have their own lengths; stages tell each other the shape
         moe_token_dispatcher_type="alltoall",  # asked for by variable_seq_lengths, also without experts
+        **(_expert_settings(shape, actor, grouped=fused and dtype == torch.bfloat16) if shape.num_experts else {}),
         calculate_per_token_loss=True,  # the loss is a sum; megatron divides once by the global token count
         deallocate_pipeline_outputs=True,
     )
+
+
+def _expert_settings(shape: ModelShape, actor: ActorConfig, grouped: bool) -> dict[str, Any]:
+    """Settings of a mixture of experts. No token is dropped, and no auxiliary loss is added to the objective.
+
+    `grouped`: all experts of a rank in one kernel, which Transformer Engine has for 16 bits.
+    """
+    return {
+        "num_moe_experts": shape.num_experts,
+        "moe_router_topk": shape.num_experts_per_tok,
+        "moe_ffn_hidden_size": shape.moe_intermediate_size,
+        "moe_router_pre_softmax": not shape.norm_topk_prob,  # softmax over the chosen ones only is the normalised form
+        "moe_router_dtype": "fp32",  # also with bfloat16 parameters: which experts are chosen hangs on small differences
+        "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": grouped,
+        "expert_model_parallel_size": actor.expert_parallel,
+        "expert_tensor_parallel_size": actor.expert_tensor_parallel,
+    }
 
 
 def build_chunks(config: TransformerConfig, shape: ModelShape, device: torch.device) -> list[GPTModel]:

@@ -4,11 +4,13 @@ Megatron keeps them in module globals (megatron/core/parallel_state.py); this is
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from a3po_megatron.config.schema import ActorConfig
@@ -22,8 +24,14 @@ class Place:
     tp_size: int
     pp_rank: int
     pp_size: int
+    cp_rank: int
+    cp_size: int
     dp_rank: int
     dp_size: int
+    ep_rank: int
+    ep_size: int
+    etp_rank: int
+    etp_size: int
 
     @property
     def is_last_stage(self) -> bool:
@@ -39,6 +47,9 @@ def initialize(actor: ActorConfig, seed: int) -> Place:
         tensor_model_parallel_size=actor.tensor_parallel,
         pipeline_model_parallel_size=actor.pipeline_parallel,
         virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        context_parallel_size=actor.context_parallel,
+        expert_model_parallel_size=actor.expert_parallel,
+        expert_tensor_parallel_size=actor.expert_tensor_parallel,
         distributed_timeout_minutes=actor.timeout_s / 60,
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
@@ -47,8 +58,14 @@ def initialize(actor: ActorConfig, seed: int) -> Place:
         tp_size=parallel_state.get_tensor_model_parallel_world_size(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=parallel_state.get_context_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        ep_size=parallel_state.get_expert_model_parallel_world_size(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
     )
 
 
@@ -73,6 +90,57 @@ def pp_group() -> dist.ProcessGroup:
     return parallel_state.get_pipeline_model_parallel_group()
 
 
+def cp_group() -> dist.ProcessGroup:
+    """Ranks that hold the same parameters and the other parts of the same sequences."""
+    return parallel_state.get_context_parallel_group()
+
+
 def dp_group() -> dist.ProcessGroup:
-    """Ranks that hold the same parameters and see other data."""
+    """Ranks that hold the same parameters and see other sequences."""
+    return parallel_state.get_data_parallel_group()
+
+
+def dp_cp_group() -> dist.ProcessGroup:
+    """Ranks that hold the same parameters and see other tokens."""
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def ep_group() -> dist.ProcessGroup:
+    """Ranks of this pipeline stage that hold the other experts."""
+    return parallel_state.get_expert_model_parallel_group()
+
+
+def etp_group() -> dist.ProcessGroup:
+    """Ranks that hold the other shards of this rank's experts."""
+    return parallel_state.get_expert_tensor_parallel_group()
+
+
+def sum_over_cp(values: Tensor) -> Tensor:
+    """Return the sum of `values` over the context-parallel ranks, on each of them. Collective, forward and backward.
+
+    The loss is the sum of the ranks' losses, and each of these may depend on the returned sum, so its gradient is summed too.
+    """
+    return values if cp_group().size() == 1 else _SumOverContext.apply(values)
+
+
+def gather_over_cp(values: Tensor) -> list[Tensor]:
+    """Return the `values` of every context-parallel rank, in rank order; without gradient. Collective."""
+    gathered = [torch.empty_like(values) for _ in range(cp_group().size())]
+    dist.all_gather(gathered, values.contiguous(), group=cp_group())
+    return gathered
+
+
+class _SumOverContext(torch.autograd.Function):
+    """All-reduce forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=cp_group())
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total, group=cp_group())
+        return total

@@ -121,13 +121,14 @@ def check_model(model: ModelConfig) -> None:
 
 def check_actor(actor: ActorConfig, shape: ModelShape) -> None:
     """Check that the layout fits the model and that Megatron trains it right."""
-    for name in ("tensor_parallel", "pipeline_parallel", "virtual_pipeline_parallel", "data_parallel"):
-        _at_least(f"actor.{name}", getattr(actor, name), 1)
+    for name in ("tensor", "pipeline", "virtual_pipeline", "context", "data", "expert", "expert_tensor"):
+        _at_least(f"actor.{name}_parallel", getattr(actor, f"{name}_parallel"), 1)
     _at_least("actor.max_tokens_per_microbatch", actor.max_tokens_per_microbatch, 1)
     if not actor.timeout_s > 0:
         raise UserError(f"actor.timeout_s={actor.timeout_s}: a deadline in seconds above 0")
     _check_tensor_parallel(actor, shape)
     _check_pipeline(actor, shape)
+    _check_experts(actor, shape)
     if actor.overlap_param_gather and not (actor.distributed_optimizer and actor.overlap_grad_reduce):
         raise UserError(
             "actor.overlap_param_gather=true needs actor.distributed_optimizer=true and actor.overlap_grad_reduce=true: "
@@ -198,21 +199,18 @@ def _check_lengths(config: TrainConfig, shape: ModelShape) -> None:
             f"rollout.max_model_len={longest}: {config.model.path} is made for at most "
             f"{shape.max_position_embeddings} positions (max_position_embeddings)"
         )
-    if config.actor.max_tokens_per_microbatch < longest + config.actor.tensor_parallel:
+    multiple = config.actor.token_multiple
+    needed = -(-longest // multiple) * multiple
+    if config.actor.max_tokens_per_microbatch < needed:
         raise UserError(
             f"actor.max_tokens_per_microbatch={config.actor.max_tokens_per_microbatch}: a response may reach "
-            f"rollout.max_model_len={longest} tokens, which no microbatch could hold; "
-            f"use at least {longest + config.actor.tensor_parallel}"
+            f"rollout.max_model_len={longest} tokens, which no microbatch could hold; use at least {needed}"
         )
 
 
 def _check_tensor_parallel(actor: ActorConfig, shape: ModelShape) -> None:
     tp = actor.tensor_parallel
-    for what, size in (
-        ("query heads", shape.num_attention_heads),
-        ("key/value heads", shape.num_key_value_heads),
-        ("MLP columns (intermediate_size)", shape.intermediate_size),
-    ):
+    for what, size in _tensor_parallel_sizes(shape).items():
         if size % tp:
             raise UserError(
                 f"actor.tensor_parallel={tp} does not divide the model's {size} {what}; "
@@ -224,10 +222,46 @@ def _check_tensor_parallel(actor: ActorConfig, shape: ModelShape) -> None:
         )
 
 
+def _tensor_parallel_sizes(shape: ModelShape) -> dict[str, int]:
+    """Return what tensor parallelism splits. Experts are split by expert_tensor_parallel instead."""
+    sizes = {"query heads": shape.num_attention_heads, "key/value heads": shape.num_key_value_heads}
+    if not shape.num_experts:
+        sizes["MLP columns (intermediate_size)"] = shape.intermediate_size
+    return sizes
+
+
 def _divisors_hint(tp: int, shape: ModelShape) -> str:
-    sizes = (shape.num_attention_heads, shape.num_key_value_heads, shape.intermediate_size)
+    sizes = _tensor_parallel_sizes(shape).values()
     fits = [str(n) for n in range(1, shape.num_key_value_heads + 1) if all(size % n == 0 for size in sizes)]
     return " or ".join(fits)
+
+
+def _check_experts(actor: ActorConfig, shape: ModelShape) -> None:
+    ep, etp = actor.expert_parallel, actor.expert_tensor_parallel
+    if not shape.num_experts:
+        if ep * etp > 1:
+            raise UserError(
+                f"actor.expert_parallel={ep}, actor.expert_tensor_parallel={etp}: the model has no experts; use 1 for both"
+            )
+        return
+    if shape.num_experts % ep:
+        raise UserError(f"actor.expert_parallel={ep} does not divide the model's {shape.num_experts} experts")
+    if shape.moe_intermediate_size % etp:
+        raise UserError(
+            f"actor.expert_tensor_parallel={etp} does not divide the {shape.moe_intermediate_size} columns of an expert "
+            "(moe_intermediate_size)"
+        )
+    ranks = actor.world_size // actor.pipeline_parallel
+    if ranks % (ep * etp):
+        raise UserError(
+            f"actor.expert_parallel={ep} x actor.expert_tensor_parallel={etp} does not divide the {ranks} ranks of a "
+            "pipeline stage (tensor x context x data parallel) that share the experts"
+        )
+    if actor.tensor_parallel > 1 and not actor.sequence_parallel:
+        raise UserError(
+            f"actor.tensor_parallel={actor.tensor_parallel} with a mixture of experts needs actor.sequence_parallel=true: "
+            "each tensor-parallel rank routes tokens of its own"
+        )
 
 
 def _check_pipeline(actor: ActorConfig, shape: ModelShape) -> None:

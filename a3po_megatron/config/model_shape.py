@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from a3po_megatron.errors import UserError
 
-Family = Literal["qwen3", "llama"]
-FAMILIES: tuple[Family, ...] = ("qwen3", "llama")
+Family = Literal["qwen3", "qwen3_moe", "llama"]
+FAMILIES: tuple[Family, ...] = ("qwen3", "qwen3_moe", "llama")
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,11 @@ class ModelShape:
     rms_norm_eps: float
     rope_theta: float
     tie_word_embeddings: bool
+    # Mixture of experts, in every layer; 0 experts: a dense MLP of `intermediate_size` instead
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0  # of one expert
+    norm_topk_prob: bool = False  # whether the chosen experts' probabilities are scaled to the sum of 1
 
     @property
     def query_heads_per_group(self) -> int:
@@ -36,7 +41,7 @@ class ModelShape:
     @property
     def has_qk_norm(self) -> bool:
         """Whether query and key heads are normalised before the rotary embedding (Qwen3)."""
-        return self.family == "qwen3"
+        return self.family in ("qwen3", "qwen3_moe")
 
     def padded_vocab_size(self, tensor_parallel: int) -> int:
         """Rows of the embedding on all tensor-parallel ranks together: the vocabulary, rounded up to a multiple."""
@@ -47,7 +52,8 @@ def read_model_shape(folder: str | Path) -> ModelShape:
     """Read `folder/config.json`.
 
     Raises UserError when the folder or file is missing or not JSON, the family is unknown, a key is missing or a feature
-    (attention bias, rope scaling, sliding window, another activation) is set that the actor does not have.
+    (attention bias, rope scaling, sliding window, another activation, dense layers between layers of experts) is set that
+    the actor does not have.
     """
     path = Path(folder) / "config.json"
     config = _read_json(Path(folder), path)
@@ -70,11 +76,36 @@ def read_model_shape(folder: str | Path) -> ModelShape:
             rms_norm_eps=float(config["rms_norm_eps"]),
             rope_theta=float(_rope(config)["rope_theta"]),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            **(_experts(path, config) if family == "qwen3_moe" else {}),
         )
     except KeyError as error:
         raise UserError(f"{path}: key {error} is missing") from None
     except (TypeError, ValueError) as error:
         raise UserError(f"{path}: a size is not a number: {error}") from None
+
+
+def _experts(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a mixture of experts. transformers 5 writes `num_local_experts`, older files `num_experts`."""
+    if (step := config.get("decoder_sparse_step", 1)) != 1 or config.get("mlp_only_layers"):
+        raise UserError(
+            f"{path}: decoder_sparse_step={step}, mlp_only_layers={config.get('mlp_only_layers')}: dense layers between "
+            "layers of experts are not supported; every layer must have experts (1 and [])"
+        )
+    num_experts = int(config["num_experts"] if "num_experts" in config else config["num_local_experts"])
+    chosen, normalised = int(config["num_experts_per_tok"]), bool(config.get("norm_topk_prob", False))
+    if not 1 <= chosen <= num_experts:
+        raise UserError(f"{path}: num_experts_per_tok={chosen}: at least 1 and at most the {num_experts} experts")
+    if chosen == 1 and normalised:
+        raise UserError(
+            f"{path}: num_experts_per_tok=1 with norm_topk_prob=true is not supported: the one expert has weight 1 "
+            "whatever the router says, so the router has no gradient"
+        )
+    return {
+        "num_experts": num_experts,
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": int(config["moe_intermediate_size"]),
+        "norm_topk_prob": normalised,
+    }
 
 
 def _read_json(folder: Path, path: Path) -> dict[str, Any]:

@@ -38,7 +38,13 @@ class ActorConfig:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     virtual_pipeline_parallel: int = 1  # model chunks a pipeline stage; above 1 the schedule is interleaved
+    # ranks that share each sequence, two chunks of it each; parameters are the same on all of them
+    context_parallel: int = 1
     data_parallel: int = 1
+    # Of a mixture of experts: ranks that share the experts, and those that share each expert. They are taken from the
+    # tensor, context and data parallel ranks, and do not add to the world size.
+    expert_parallel: int = 1
+    expert_tensor_parallel: int = 1
     sequence_parallel: bool = False
     # auto: overlapped with virtual stages, else batched (what Megatron's two schedules each support)
     p2p_communication: Literal["auto", "batched", "overlapped"] = "auto"
@@ -46,13 +52,20 @@ class ActorConfig:
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     packed: bool = True  # True: sequences end to end (thd); False: one padded row a sequence (bshd)
-    max_tokens_per_microbatch: int = 4096  # padding counted; a longer sequence is refused
+    # padding counted, over all context-parallel ranks; a longer sequence is refused
+    max_tokens_per_microbatch: int = 4096
     timeout_s: float = 300.0  # deadline of every collective
 
     @property
     def world_size(self) -> int:
-        """Ranks of the actor: tensor x pipeline x data."""
-        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+        """Ranks of the actor: tensor x context x pipeline x data."""
+        return self.tensor_parallel * self.context_parallel * self.pipeline_parallel * self.data_parallel
+
+    @property
+    def token_multiple(self) -> int:
+        """What a microbatch is padded to: each context-parallel rank holds two chunks, sequence parallelism splits them on."""
+        chunks = 2 * self.context_parallel if self.context_parallel > 1 else 1
+        return chunks * (self.tensor_parallel if self.sequence_parallel else 1)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ of ours and nothing of megatron's is in it.
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from a3po_megatron.actor.actor import Actor
 from a3po_megatron.batching.packing import TokenSequence
@@ -23,6 +32,16 @@ from a3po_megatron.config.schema import ActorConfig, ModelConfig, OptimizerConfi
 
 # eps is large on purpose: Adam divides by sqrt(v) + eps, and where a gradient is of the size of rounding errors a small eps
 # would turn a difference of 1e-9 into a whole step of the learning rate.
+FAMILIES: dict[str, Any] = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+FUSED_EXPERTS = {
+    "experts.gate_up_proj": ("experts.{}.gate_proj", "experts.{}.up_proj"),
+    "experts.down_proj": ("experts.{}.down_proj",),
+}
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, beta2=0.99, clip_grad=0.5)
 
 
@@ -44,10 +63,14 @@ class Layout:
     sp: bool = False
     vpp: int = 1
     options: dict[str, Any] = field(default_factory=dict)
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
 
     def __str__(self) -> str:
         parts = [f"TP{self.tp}" if self.tp > 1 else "", f"PP{self.pp}" if self.pp > 1 else ""]
         parts += [f"VPP{self.vpp}" if self.vpp > 1 else "", "SP" if self.sp else ""]
+        parts += [f"{n}{size}" if size > 1 else "" for n, size in (("CP", self.cp), ("EP", self.ep), ("ETP", self.etp))]
         parts += [name if value is True else f"{name}={value}" for name, value in self.options.items()]
         return "+".join(part for part in parts if part) or "TP1"
 
@@ -58,7 +81,10 @@ class Layout:
             tensor_parallel=self.tp,
             pipeline_parallel=self.pp,
             virtual_pipeline_parallel=self.vpp,
-            data_parallel=dist.get_world_size() // (self.tp * self.pp),
+            context_parallel=self.cp,
+            data_parallel=dist.get_world_size() // (self.tp * self.pp * self.cp),
+            expert_parallel=self.ep,
+            expert_tensor_parallel=self.etp,
             sequence_parallel=self.sp,
             **self.options,
         )
@@ -95,8 +121,9 @@ def _state_of(family: str, tied: bool) -> tuple[Any, Any]:
         "tie_word_embeddings": tied,
         "initializer_range": 0.1,
     }
-    config = Qwen3Config(**sizes) if family == "qwen3" else LlamaConfig(**sizes)
-    model = (Qwen3ForCausalLM if family == "qwen3" else LlamaForCausalLM)(config).float()
+    config_class, model_class = FAMILIES[family]
+    config = config_class(**sizes, **(EXPERTS if family == "qwen3_moe" else {}))
+    model = model_class(config).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:  # ones would hide a norm that is left out
@@ -106,9 +133,24 @@ def _state_of(family: str, tied: bool) -> tuple[Any, Any]:
 
 def _build(family: str, tied: bool) -> PreTrainedModel:
     config, state = _state_of(family, tied)
-    model = (Qwen3ForCausalLM if family == "qwen3" else LlamaForCausalLM)(config).float()
+    model = FAMILIES[family][1](config).float()
     model.load_state_dict(state)
     return model.train()
+
+
+def hf_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return `tensors`, named as in transformers' modules, under the names of the checkpoint: transformers 5 fuses experts."""
+    named = {}
+    for name, tensor in tensors.items():
+        for fused, parts in FUSED_EXPERTS.items():
+            if name.endswith(fused):
+                for expert, of_expert in enumerate(tensor):
+                    for part, values in zip(parts, of_expert.chunk(len(parts)), strict=True):
+                        named[f"{name.removesuffix(fused)}{part.format(expert)}.weight"] = values
+                break
+        else:
+            named[name] = tensor
+    return named
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> Path:

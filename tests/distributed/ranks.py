@@ -106,6 +106,7 @@ def import_engines() -> None:
     import transformers
     from transformers.models.llama import modeling_llama  # noqa: F401
     from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
+    from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
 
     import a3po_megatron.actor.actor
     import a3po_megatron.actor.checkpoint  # noqa: F401

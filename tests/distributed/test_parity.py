@@ -18,6 +18,7 @@ from tests.distributed.layouts import (
     Model,
     OracleTrainer,
     build_actor,
+    hf_tensors,
     oracle_logprobs,
     random_sequences,
     save_model,
@@ -26,7 +27,7 @@ from tests.distributed.layouts import (
 # float32 sums in another order differ by a few 1e-7 here; 1e-5 leaves room for other machines, a real fault is far above it.
 TOLERANCE = 1e-5
 
-QWEN, TIED, LLAMA = Model("qwen3"), Model("qwen3", tied=True), Model("llama")
+QWEN, TIED, LLAMA, MOE = Model("qwen3"), Model("qwen3", tied=True), Model("llama"), Model("qwen3_moe")
 DISTRIBUTED = {"distributed_optimizer": True}
 OVERLAP = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 ONE_SEQUENCE_A_MICROBATCH = 12  # tokens: the longest sequence
@@ -53,6 +54,23 @@ CASES = [
     (TIED, Layout(tp=2, pp=2, vpp=2, sp=True), {"max_tokens_per_microbatch": 16}),
     (LLAMA, Layout(tp=2, pp=2, sp=True), {}),
     (LLAMA, Layout(pp=4), {}),
+    (QWEN, Layout(cp=2), {}),
+    (TIED, Layout(cp=2, options=DISTRIBUTED), {"max_tokens_per_microbatch": 24}),
+    (QWEN, Layout(cp=2, options=OVERLAP), {"packed": False}),
+    (QWEN, Layout(tp=2, cp=2), {}),
+    (TIED, Layout(tp=2, sp=True, cp=2), {"max_tokens_per_microbatch": 24}),
+    (QWEN, Layout(pp=2, cp=2), {"max_tokens_per_microbatch": 24}),
+    (QWEN, Layout(pp=2, vpp=2, cp=2), {"max_tokens_per_microbatch": 24}),
+    (LLAMA, Layout(cp=4), {}),
+    (MOE, Layout(), {}),
+    (MOE, Layout(ep=2), {}),
+    (MOE, Layout(ep=2, options=DISTRIBUTED), {"max_tokens_per_microbatch": 16}),
+    (MOE, Layout(ep=4, options=OVERLAP), {}),
+    (MOE, Layout(tp=2, sp=True, ep=2), {}),
+    (MOE, Layout(tp=2, sp=True, ep=2, etp=2), {}),
+    (MOE, Layout(tp=2, sp=True, options=DISTRIBUTED), {}),
+    (MOE, Layout(pp=2, ep=2), {"max_tokens_per_microbatch": 24}),
+    (MOE, Layout(cp=2, ep=2), {}),
 ]
 
 
@@ -185,11 +203,11 @@ def _check_two_steps(model: Model, layout: Layout, changes: dict, folder: Path) 
                 expected = oracle_logprobs(oracle, sequences[index])
                 torch.testing.assert_close(torch.tensor(logprobs), expected, atol=TOLERANCE, rtol=0)
         expected_loss, expected_gradients = trainer.gradients(sequences)
-        _assert_all_close(_gradients(actor, sequences), expected_gradients)
+        _assert_all_close(_gradients(actor, sequences), hf_tensors(expected_gradients))
         report = actor.train_step(sequences, SupervisedLoss())
         assert report.loss == pytest.approx(expected_loss, abs=TOLERANCE)
         assert report.grad_norm == pytest.approx(trainer.step(), abs=TOLERANCE)
-    _assert_all_close(dict(actor.export_weights()), dict(oracle.named_parameters()))
+    _assert_all_close(dict(actor.export_weights()), hf_tensors(dict(oracle.named_parameters())))
     actor.close()
 
 
@@ -202,10 +220,11 @@ def _gradients(actor: Actor, sequences: list[TokenSequence]) -> dict[str, torch.
     if (
         actor.settings.distributed_optimizer
     ):  # each data-parallel rank has reduced one shard of each bucket: put them together
-        for buffer in (buffer for chunk in actor.chunks for buffer in chunk.buffers):
+        for buffer in (b for chunk in actor.chunks for b in chunk.buffers + chunk.expert_parallel_buffers):
             for bucket in buffer.buckets:
-                shards = list(bucket.grad_data.chunk(actor.place.dp_size))
-                dist.all_gather(shards, shards[actor.place.dp_rank].clone(), group=buffer.data_parallel_group)
+                group = buffer.data_parallel_group
+                shards = list(bucket.grad_data.chunk(group.size()))
+                dist.all_gather(shards, shards[group.rank()].clone(), group=group)
     return dict(export_weights(actor.models, actor.shape, actor.place, value=lambda parameter: parameter.main_grad))
 
 

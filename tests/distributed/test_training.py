@@ -61,6 +61,8 @@ LAYOUTS = [
     Layout(tp=2, pp=2, vpp=2, sp=True),
     Layout(tp=2, options={"distributed_optimizer": True}),
     Layout(pp=2, options={"packed": False}),
+    Layout(tp=2, sp=True, cp=2),
+    Layout(pp=2, cp=2),
 ]
 METHODS = ["loglinear", "recompute", "behavior"]
 SETTINGS = AlgorithmConfig(num_minibatches=3, behavior_weight_cap=1.3)
@@ -170,7 +172,7 @@ def test_only_recompute_has_a_forward_pass_more_a_microbatch(layout: Layout, sha
     assert passes["recompute"] == 2 * passes["loglinear"]
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2, sp=True)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2, sp=True), Layout(cp=2)], ids=str)
 def test_the_recomputed_ratio_of_the_first_minibatch_is_exactly_one(layout: Layout, shared_folder: Path) -> None:
     """The pass has the same microbatches on the same ranks as the steps: not one bit differs."""
     oracle = QWEN.build()

@@ -1,6 +1,7 @@
 """Core attention against the softmax formula written out in float64."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from a3po_megatron.actor.attention import CoreAttention
 
 HEADS, GROUPS, DIM = 4, 2, 8
+CONFIG = SimpleNamespace(context_parallel_size=1)
 
 
 def attention_by_formula(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -30,7 +32,7 @@ def test_packed_sequences_do_not_see_each_other(lengths: list[int]) -> None:
     key, value = (torch.randn(total, GROUPS, DIM, generator=generator) for _ in range(2))
     boundaries = torch.tensor([0, *lengths]).cumsum(0).int()
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries)
-    out = CoreAttention(None, 1, None, "self")(query, key, value, None, packed_seq_params=packed)
+    out = CoreAttention(CONFIG, 1, None, "self")(query, key, value, None, packed_seq_params=packed)
     parts = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
     expected = torch.cat([attention_by_formula(*part) for part in parts])
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
@@ -39,7 +41,7 @@ def test_packed_sequences_do_not_see_each_other(lengths: list[int]) -> None:
 def test_padded_rows_are_causal() -> None:
     query = torch.randn(6, 2, HEADS, DIM)
     key, value = torch.randn(6, 2, GROUPS, DIM), torch.randn(6, 2, GROUPS, DIM)
-    out = CoreAttention(None, 1, None, "self")(query, key, value, None)
+    out = CoreAttention(CONFIG, 1, None, "self")(query, key, value, None)
     for row in range(2):
         expected = attention_by_formula(query[:, row], key[:, row], value[:, row])
         torch.testing.assert_close(out[:, row].double(), expected, atol=1e-5, rtol=0)
