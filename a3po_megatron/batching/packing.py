@@ -59,7 +59,7 @@ class Microbatch:
     positions: NDArray[np.int64]  # [b, s], from 0 in each sequence
     labels: NDArray[np.int64]  # [b, s]
     trainable: NDArray[np.bool_]  # [b, s]
-    fields: dict[str, Array]  # [b, s] each
+    fields: dict[str, Array]  # [b, s] each; `sequence` int64: the position's sequence in this microbatch, 0 in padding
     cu_seqlens: (
         NDArray[np.int32] | None
     )  # [sequences + 1] boundaries along s when packed, padding as a sequence; else None
@@ -160,7 +160,8 @@ def _fill(
     tokens, positions, labels = (np.zeros(size, np.int64) for _ in range(3))
     trainable = np.zeros(size, np.bool_)
     fields = {name: np.zeros(size, values.dtype) for name, values in (sequences[0].fields if sequences else {}).items()}
-    for span in spans:
+    fields["sequence"] = np.zeros(size, np.int64)
+    for number, span in enumerate(spans):
         sequence = sequences[span.sequence]
         here = (span.row, slice(span.start, span.start + span.length))
         shifted = (span.row, slice(span.start, span.start + span.length - 1))
@@ -168,6 +169,7 @@ def _fill(
         positions[here] = np.arange(span.length)
         labels[shifted] = sequence.tokens[1:]
         trainable[shifted] = sequence.trainable[1:]
+        fields["sequence"][here] = number
         for name, values in sequence.fields.items():
             fields[name][shifted] = values[1:]
     if cu_seqlens is not None and spans and cu_seqlens[-1] > (end := spans[-1].start + spans[-1].length):

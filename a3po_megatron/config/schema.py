@@ -1,11 +1,14 @@
 """Every setting there is, as frozen dataclasses: names, types, defaults and what each one means.
 
-This file holds data only. `load.py` reads YAML and dotted overrides into these classes, `check.py` refuses values that
-contradict each other; nothing is changed or filled in afterwards. Imports no torch, so `--help` answers at once.
+This file holds data only, and `algorithm.py` that of the section `algorithm`. `load.py` reads YAML and dotted overrides into
+these classes, `check.py` refuses values that contradict each other; nothing is changed or filled in afterwards. Imports no
+torch, so `--help` answers at once.
 """
 
 from dataclasses import dataclass, field
 from typing import Literal
+
+from a3po_megatron.config.algorithm import AlgorithmConfig
 
 
 @dataclass(frozen=True)
@@ -186,20 +189,6 @@ class PretrainConfig:
     batch_size: int = 128  # questions an optimizer step
     eval_every: int = 20  # steps between evaluations on held-out questions; 0: only at the end
     stop_at_accuracy: float = 1.0  # stop early once an evaluation reaches this
-
-
-@dataclass(frozen=True)
-class AlgorithmConfig:
-    """The objective: which proximal policy, and where ratios are clipped and weights capped. See docs and `objective/`."""
-
-    # loglinear: A-3PO, interpolated between behaviour and current policy; recompute: an extra forward pass a batch;
-    # behavior: the behaviour policy itself (PPO on stale data); sync: the same, on data of staleness 0 only
-    method: Literal["loglinear", "recompute", "sync", "behavior"] = "loglinear"
-    fresh_anchor: Literal["behavior", "target"] = "behavior"  # of loglinear: the anchor of tokens of staleness 0
-    num_minibatches: int = 4  # optimizer steps a batch
-    clip_low: float = 0.2  # the ratio to the proximal policy is clipped to [1 - clip_low, 1 + clip_high]
-    clip_high: float = 0.2
-    behavior_weight_cap: float = 5.0  # largest pi_prox / pi_behav that weighs a token; 0: no cap
 
 
 @dataclass(frozen=True)
