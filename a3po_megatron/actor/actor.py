@@ -51,7 +51,7 @@ class StepReport:
     num_tokens: int  # trainable tokens of the step
     grad_norm: float  # before clipping
     lr: float
-    metrics: dict[str, float]  # of the loss: sums divided by num_tokens, and maxima
+    totals: dict[str, float]  # of the loss: sums over the step, and maxima under names that end in `max`
     num_microbatches: int  # forward passes of each data-parallel rank
 
 
@@ -105,13 +105,12 @@ class Actor:
         clip_gradients(self.optimizer, self.optimizer_settings.clip_grad, grad_norm)
         self._update()
 
-        means = {name: total if name.endswith("max") else total / num_tokens for name, total in totals.items()}
         return StepReport(
-            loss=means.pop("loss"),
+            loss=totals.pop("loss") / num_tokens,
             num_tokens=num_tokens,
             grad_norm=grad_norm,
             lr=float(self.optimizer.param_groups[0]["lr"]),
-            metrics=means,
+            totals=totals,
             num_microbatches=len(microbatches),
         )
 

@@ -1,6 +1,5 @@
 """One batch -> N optimizer steps, one a minibatch -> the actor's part of the step's row."""
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 
@@ -9,11 +8,13 @@ from torch import Tensor
 
 from a3po_megatron.actor.actor import Actor, StepReport
 from a3po_megatron.actor.nonfinite import NonFiniteError
+from a3po_megatron.actor.objective import build_policy_loss, build_proximal
 from a3po_megatron.batching.minibatches import TrainingBatch, split_minibatches, training_batch, with_proximal
 from a3po_megatron.batching.packing import TokenSequence
 from a3po_megatron.config.schema import AlgorithmConfig
-from a3po_megatron.objective.policy_loss import PolicyLoss
-from a3po_megatron.objective.proximal import BehaviorProximal, LogLinearProximal, Proximal, RecomputedProximal
+from a3po_megatron.objective.alpha import StepContext
+from a3po_megatron.objective.metrics import FRESH_GAP, FRESH_GAP_MAX, FRESH_KL, add_up, figures
+from a3po_megatron.objective.proximal import START, Proximal
 from a3po_megatron.records import Batch
 
 Row = dict[str, float | int | None]
@@ -25,9 +26,7 @@ class BatchStep:
     def __init__(self, actor: Actor, algorithm: AlgorithmConfig, max_staleness: int, seed: int) -> None:
         self._actor, self._algorithm, self._max_staleness, self._seed = actor, algorithm, max_staleness, seed
         self._proximal_time = TimedProximal(build_proximal(algorithm))
-        self._loss = PolicyLoss(
-            self._proximal_time, algorithm.clip_low, algorithm.clip_high, algorithm.behavior_weight_cap
-        )
+        self._loss = build_policy_loss(algorithm, self._proximal_time)
 
     def train(self, batch: Batch, version: int) -> Row:
         """Train `batch` from weights `version`; return the metrics, the same on every rank but for times.
@@ -42,12 +41,14 @@ class BatchStep:
         minibatches = split_minibatches(whole.sequences, self._algorithm.num_minibatches, self._seed, version)
         minibatches = [m for m in minibatches if any(sequence.trainable.any() for sequence in m)]
 
-        if self._algorithm.method == "recompute":
+        extra_pass = self._algorithm.method in ("recompute", "metrics")
+        if extra_pass:
             proximal_began = time.monotonic()
             minibatches = self._with_proximal(minibatches)
             proximal_s = time.monotonic() - proximal_began
-        reports = [self._step(minibatch, index, version) for index, minibatch in enumerate(minibatches)]
-        if self._algorithm.method != "recompute":
+        steps = [StepContext(index, len(minibatches)) for index in range(len(minibatches))]
+        reports = [self._step(minibatch, step, version) for minibatch, step in zip(minibatches, steps, strict=True)]
+        if not extra_pass:
             proximal_s = self._actor.add_up(self._proximal_time.take_s()) / self._actor.place.dp_size
         return {
             **batch_metrics(reports, whole),
@@ -64,29 +65,20 @@ class BatchStep:
             for minibatch, logprobs in zip(minibatches, found, strict=True)
         ]
 
-    def _step(self, minibatch: Sequence[TokenSequence], index: int, version: int) -> StepReport:
+    def _step(self, minibatch: Sequence[TokenSequence], step: StepContext, version: int) -> StepReport:
         try:
-            return self._actor.train_step(minibatch, self._loss)
+            return self._actor.train_step(minibatch, self._loss.at(step))
         except NonFiniteError as error:
-            raise NonFiniteError(f"batch of version {version}, minibatch {index}: {error}; not published") from error
-
-
-def build_proximal(algorithm: AlgorithmConfig) -> Proximal:
-    """Return the proximal policy that `algorithm.method` names."""
-    match algorithm.method:
-        case "loglinear":
-            return LogLinearProximal(algorithm.fresh_anchor)
-        case "recompute":
-            return RecomputedProximal()
-        case "sync" | "behavior":
-            return BehaviorProximal()
+            raise NonFiniteError(
+                f"batch of version {version}, minibatch {step.index}: {error}; not published"
+            ) from error
 
 
 def batch_metrics(reports: Sequence[StepReport], whole: TrainingBatch) -> Row:
-    """Combine the optimizer steps of a batch: `loss` and `grad_norm` are means over steps, policy means over tokens.
+    """Combine the optimizer steps of a batch: `loss` and `grad_norm` are means over steps, the rest is over tokens.
 
-    `parity/logprob_max_abs` is from the first step, where the weights are still those that sampled the fresh tokens;
-    None where there are none. Without any step, what would be a mean is None or left out.
+    `parity/...` compares trainer and rollout engine on fresh tokens. It is from the first step, where the weights are
+    still those that sampled them; None where there are none. Without any step, what would be a mean is None or left out.
     """
     staleness, num_tokens = whole.staleness, sum(report.num_tokens for report in reports)
     row: Row = {
@@ -98,19 +90,17 @@ def batch_metrics(reports: Sequence[StepReport], whole: TrainingBatch) -> Row:
     }
     if not reports:
         return {**row, "loss": None, "grad_norm": None, "lr": None, "parity/logprob_max_abs": None}
-    gap = "policy/fresh_logprob_gap_max"
-    for name in reports[0].metrics.keys() - {gap}:
-        if name.endswith("max"):
-            row[name] = max(report.metrics[name] for report in reports)
-        else:
-            row[name] = sum(report.metrics[name] * report.num_tokens for report in reports) / num_tokens
-    first_gap = reports[0].metrics[gap]
+    first = figures(reports[0].totals, reports[0].num_tokens)
+    policy = figures(add_up([report.totals for report in reports]), num_tokens)
     return {
         **row,
+        **{name: value for name, value in policy.items() if name not in (FRESH_GAP_MAX, FRESH_GAP, FRESH_KL)},
         "loss": sum(report.loss for report in reports) / len(reports),
         "grad_norm": sum(report.grad_norm for report in reports) / len(reports),
         "lr": reports[-1].lr,
-        "parity/logprob_max_abs": None if first_gap == -math.inf else first_gap,
+        "parity/logprob_max_abs": first[FRESH_GAP_MAX],
+        "parity/logprob_mean_abs": first[FRESH_GAP],
+        "parity/kl": first[FRESH_KL],
         "staleness/trained_mean": float(staleness.mean()),
         "staleness/trained_max": int(staleness.max()),
     }
@@ -122,11 +112,15 @@ class TimedProximal:
     def __init__(self, proximal: Proximal) -> None:
         self._proximal, self._time_s = proximal, 0.0
 
+    def needs(self, context: StepContext) -> frozenset[str]:
+        """Return the fields that this optimizer step needs beside the usual ones."""
+        return self._proximal.needs(context)
+
     @torch.no_grad()
-    def __call__(self, policy_logprobs: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
+    def __call__(self, policy_logprobs: Tensor, fields: Mapping[str, Tensor], context: StepContext = START) -> Tensor:
         """Return log pi_prox [b, s], without gradient."""
         began = time.perf_counter()
-        proximal = self._proximal(policy_logprobs, fields)
+        proximal = self._proximal(policy_logprobs, fields, context)
         self._time_s += time.perf_counter() - began
         return proximal
 

@@ -6,7 +6,7 @@ caller. The schedule comes from megatron/core/pipeline_parallel/schedules.py.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -27,7 +27,17 @@ class Loss(Protocol):
     def metric_names(self) -> tuple[str, ...]:
         """Names of the metrics it returns, the same on every rank."""
 
-    def __call__(self, logprobs: Tensor, trainable: Tensor, fields: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether it must be called with the entropy of each token's distribution."""
+
+    @property
+    def counts(self) -> Literal["tokens", "sequences"]:
+        """What the denominator counts."""
+
+    def __call__(
+        self, logprobs: Tensor, trainable: Tensor, fields: Mapping[str, Tensor], entropy: Tensor | None
+    ) -> tuple[Tensor, Metrics]:
         """Return the scalar loss, a sum over trainable tokens, and the metrics; all arguments are [b, s]."""
 
 
@@ -42,7 +52,8 @@ def forward_backward(
     def finish(microbatch: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Metrics]:
         to = partial(_to_device, device=output.device)
         trainable = to(microbatch.trainable)
-        total, metrics = loss(output, trainable, {name: to(values) for name, values in microbatch.fields.items()})
+        fields = {name: to(values) for name, values in microbatch.fields.items()}
+        total, metrics = loss(output, trainable, fields, None)
         return total, trainable.sum().int(), {"loss": total.detach(), **metrics}
 
     return _run(chunks, microbatches, processor, vocab_size, finish, forward_only=False)

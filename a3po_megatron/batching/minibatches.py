@@ -78,6 +78,7 @@ def with_proximal(sequence: TokenSequence, logprobs: NDArray[np.float32] | None)
 def _sequence(name: str, sample: Sample, advantage: float, version: int, trainable: Bool) -> TokenSequence:
     num_prompt, num_response = len(sample.prompt_ids), len(sample.response_ids)
     staleness = version - sample.versions.astype(np.int32)
+    trainable = staleness <= max_staleness
 
     def behind_prompt[T: np.generic](values: NDArray[T]) -> NDArray[T]:
         return np.concatenate([np.zeros(num_prompt, values.dtype), values])
@@ -89,6 +90,7 @@ def _sequence(name: str, sample: Sample, advantage: float, version: int, trainab
             "advantages": behind_prompt(np.full(num_response, advantage, np.float32)),
             "behavior_logprobs": behind_prompt(sample.behavior_logprobs.astype(np.float32)),
             "staleness": behind_prompt(staleness),
+            "sequence_tokens": np.full(num_prompt + num_response, trainable.sum(), np.int32),
         },
         name=name,
     )

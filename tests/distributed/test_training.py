@@ -24,6 +24,7 @@ from a3po_megatron.actor.reference import ReferenceWeights
 from a3po_megatron.batching.minibatches import split_minibatches, training_batch
 from a3po_megatron.batching.packing import TokenSequence
 from a3po_megatron.checkpoint_folder import newest_complete
+from a3po_megatron.config.algorithm import BehaviorWeightConfig
 from a3po_megatron.config.model_shape import read_model_shape
 from a3po_megatron.config.schema import (
     ActorConfig,
@@ -65,7 +66,7 @@ LAYOUTS = [
     Layout(pp=2, cp=2),
 ]
 METHODS = ["loglinear", "recompute", "behavior"]
-SETTINGS = AlgorithmConfig(num_minibatches=3, behavior_weight_cap=1.3)
+SETTINGS = AlgorithmConfig(num_minibatches=3, behavior_weight=BehaviorWeightConfig(cap=1.3))
 SEED, MAX_STALENESS = 11, 4
 
 
@@ -110,7 +111,7 @@ def reference_row(trainer: OracleTrainer, batch: Batch, version: int, settings: 
             }[settings.method]
             r, b = (policy - prox).exp(), (prox - behavior).exp()
             low, high = 1 - settings.clip_low, 1 + settings.clip_high
-            total = total - (b.clamp(max=settings.behavior_weight_cap) * torch.min(r * a, r.clamp(low, high) * a)).sum()
+            total = total - (b.clamp(max=settings.behavior_weight.cap) * torch.min(r * a, r.clamp(low, high) * a)).sum()
             clipped += int((r.clamp(low, high) * a < r * a).sum())
         (total / count).backward()
         num_tokens += count
