@@ -47,7 +47,7 @@ from a3po_megatron.config.schema import ActorConfig, ModelConfig, OptimizerConfi
 class StepReport:
     """What one optimizer step was like; the same on every rank."""
 
-    loss: float  # mean over the trainable tokens of the step
+    loss: float  # mean over the trainable tokens of the step, or over its sequences
     num_tokens: int  # trainable tokens of the step
     grad_norm: float  # before clipping
     lr: float
@@ -93,6 +93,7 @@ class Actor:
         Raises NonFiniteError, with nothing updated, when the loss or a gradient is not finite; it names the sample.
         """
         num_tokens = sum(int(sequence.trainable.sum()) for sequence in sequences)
+        num_sequences = sum(bool(sequence.trainable.any()) for sequence in sequences)
         if num_tokens == 0:
             raise ValueError("the step has no trainable token: every sequence is masked")
         microbatches = self._microbatches(sequences)
@@ -106,7 +107,7 @@ class Actor:
         self._update()
 
         return StepReport(
-            loss=totals.pop("loss") / num_tokens,
+            loss=totals.pop("loss") / (num_tokens if loss.counts == "tokens" else num_sequences),
             num_tokens=num_tokens,
             grad_norm=grad_norm,
             lr=float(self.optimizer.param_groups[0]["lr"]),
@@ -150,11 +151,15 @@ class Actor:
 
         Context-parallel ranks, which see the same sequences, are to pass the same value; it counts once.
         """
-        total = torch.tensor(float(value), dtype=torch.float64, device=self.device)
+        return float(self.add_up_each(np.array([value], np.float64))[0])
+
+    def add_up_each(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return `add_up` of each of `values`."""
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
         if self.place.is_last_stage:
             dist.all_reduce(total, group=parallel.dp_group())
         dist.broadcast(total, group_src=self.place.pp_size - 1, group=parallel.pp_group())
-        return float(total)
+        return np.asarray(total.cpu())
 
     def close(self) -> None:
         """Take megatron's process groups down."""

@@ -44,9 +44,11 @@ class Loss(Protocol):
 def forward_backward(
     chunks: Sequence[torch.nn.Module], microbatches: Sequence[Microbatch], processor: Any, vocab_size: int, loss: Loss
 ) -> list[Metrics]:
-    """Accumulate the gradient of `loss` over the microbatches and divide it by the global count of trainable tokens.
+    """Accumulate the gradient of `loss` over the microbatches and divide it, once, by the count of the step.
 
-    Returns each microbatch's metrics on the last pipeline stage, `loss` among them, and nothing on the other stages.
+    The count is of trainable tokens or of sequences (`loss.counts`), over all microbatches and ranks: each reports its own,
+    megatron adds up and divides. Returns each microbatch's metrics on the last pipeline stage, `loss` among them, and
+    nothing on the other stages.
     """
 
     def finish(microbatch: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Metrics]:
@@ -54,7 +56,8 @@ def forward_backward(
         trainable = to(microbatch.trainable)
         fields = {name: to(values) for name, values in microbatch.fields.items()}
         total, metrics = loss(output, trainable, fields, None)
-        return total, trainable.sum().int(), {"loss": total.detach(), **metrics}
+        count = microbatch.num_tokens if loss.counts == "tokens" else microbatch.num_sequences
+        return total, torch.tensor(count, dtype=torch.int32, device=output.device), {"loss": total.detach(), **metrics}
 
     return _run(chunks, microbatches, processor, vocab_size, finish, forward_only=False)
 

@@ -7,8 +7,13 @@ clipped in PPO, and only those are dropped, the largest first, as few as it take
 its first optimizer step, so every rank comes to the same mask. Imports no torch.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
+
+from a3po_megatron.batching.packing import TokenSequence
+from a3po_megatron.records import Bool
 
 
 def second_moment_mask(
@@ -27,3 +32,24 @@ def second_moment_mask(
     if num_kept == len(ordered):
         return np.ones(len(squares), np.bool_)
     return ~(outward & (squares >= ordered[num_kept]))
+
+
+def correction_masks(
+    sequences: Sequence[TokenSequence], proximal_logprobs: NDArray[np.floating], threshold: float
+) -> list[Bool]:
+    """Return for each sequence of a batch, bool [n], which of its tokens are kept; what is not trainable is kept.
+
+    `proximal_logprobs`: those of all tokens of the sequences, end to end.
+    """
+    trainable, advantages, behavior = (
+        np.concatenate(parts)
+        for parts in (
+            [sequence.trainable for sequence in sequences],
+            [sequence.fields["advantages"].astype(np.float64) for sequence in sequences],
+            [sequence.fields["behavior_logprobs"].astype(np.float64) for sequence in sequences],
+        )
+    )
+    log_ratio = np.subtract(proximal_logprobs, behavior)[trainable]
+    kept = np.ones(len(trainable), np.bool_)
+    kept[trainable] = second_moment_mask(log_ratio, advantages[trainable], threshold)
+    return np.split(kept, np.cumsum([len(sequence.tokens) for sequence in sequences])[:-1])

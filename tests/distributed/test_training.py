@@ -320,7 +320,7 @@ def test_a_loss_that_is_not_finite_names_its_sample_and_ends_the_run_before_anyt
     with pytest.raises(NonFiniteError) as failure:
         training.train(config, read_model_shape(model), link)
     assert re.fullmatch(
-        r"batch of version 0, minibatch \d: the loss is nan, the gradient norm (nan|inf); "
+        r"batch of version 0, optimizer step \d: the loss is nan, the gradient norm (nan|inf); "
         r"so is sample 5 of the batch \(problem '5'\) alone, whose loss is computed on rank [123]; not published",
         str(failure.value),
     )

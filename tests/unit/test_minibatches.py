@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from a3po_megatron.batching.minibatches import split_minibatches, training_batch, with_proximal
+from a3po_megatron.batching.minibatches import split_minibatches, training_batch, with_logprobs
 from a3po_megatron.batching.packing import make_microbatches
 from a3po_megatron.records import Batch, Sample
 
@@ -58,6 +58,13 @@ def test_tokens_newer_than_the_actor_are_trained_with_negative_staleness() -> No
     assert whole.staleness.tolist() == [0, -1]
 
 
+def test_tokens_newer_than_the_actor_are_masked_and_counted_where_that_is_asked_for() -> None:
+    whole = training_batch(batch(sample([1], [2, 3], [8, 9])), version=8, max_staleness=0, mask_newer=True)
+    assert whole.staleness.tolist() == [0]
+    assert (whole.num_newer, whole.num_overdue) == (1, 0)
+    assert whole.sequences[0].fields["sequence_tokens"].tolist() == [1, 1, 1]
+
+
 def test_an_empty_response_is_left_out_and_counted_and_the_advantages_stay_with_their_samples() -> None:
     whole = training_batch(batch(sample([1], [], []), sample([1], [2], [0])), version=0, max_staleness=0)
     assert whole.num_empty == 1
@@ -80,7 +87,7 @@ def test_minibatches_hold_every_sequence_once_and_depend_on_seed_and_version_onl
 
 def test_proximal_logprobs_stand_at_their_tokens_and_are_nan_where_unknown() -> None:
     (sequence,) = training_batch(batch(sample([1, 2], [3, 4], [0, 0])), version=0, max_staleness=0).sequences
-    known = with_proximal(sequence, np.array([-1, -2, -3], np.float32)).fields["proximal_logprobs"]
+    known = with_logprobs(sequence, "proximal_logprobs", np.array([-1, -2, -3], np.float32)).fields["proximal_logprobs"]
     assert np.isnan(known[0])
     assert known[1:].tolist() == [-1, -2, -3]
-    assert np.isnan(with_proximal(sequence, None).fields["proximal_logprobs"]).all()
+    assert np.isnan(with_logprobs(sequence, "proximal_logprobs", None).fields["proximal_logprobs"]).all()
