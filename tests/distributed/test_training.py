@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
 
 from a3po_megatron.actor import parallel, publish, training
 from a3po_megatron.actor.actor import Actor
@@ -21,8 +20,6 @@ from a3po_megatron.actor.hf_folder import HFFolder
 from a3po_megatron.actor.hf_mapping import hf_shapes
 from a3po_megatron.actor.nonfinite import NonFiniteError
 from a3po_megatron.actor.reference import ReferenceWeights
-from a3po_megatron.batching.minibatches import split_minibatches, training_batch
-from a3po_megatron.batching.packing import TokenSequence
 from a3po_megatron.checkpoint_folder import newest_complete
 from a3po_megatron.config.algorithm import BehaviorWeightConfig
 from a3po_megatron.config.model_shape import read_model_shape
@@ -38,12 +35,12 @@ from a3po_megatron.config.schema import (
 from a3po_megatron.controller.link import ControllerError
 from a3po_megatron.controller.messages import WeightManifest
 from a3po_megatron.objective.supervised import SupervisedLoss
-from a3po_megatron.records import Batch, Sample
+from a3po_megatron.records import Batch
+from tests.distributed.batches import MAX_STALENESS, SEED, TOKENS, make_batch
 from tests.distributed.layouts import (
     OPTIMIZER,
     Layout,
     Model,
-    OracleTrainer,
     build_actor,
     oracle_logprobs,
     random_sequences,
@@ -52,111 +49,8 @@ from tests.distributed.layouts import (
 
 TOLERANCE = 1e-5  # as in test_parity.py
 QWEN, TIED = Model("qwen3"), Model("qwen3", tied=True)
-TOKENS = {
-    "max_tokens_per_microbatch": 32
-}  # several microbatches a step where data parallelism leaves more than a few sequences
-LAYOUTS = [
-    Layout(),
-    Layout(tp=2, pp=2, sp=True),
-    Layout(pp=4),
-    Layout(tp=2, pp=2, vpp=2, sp=True),
-    Layout(tp=2, options={"distributed_optimizer": True}),
-    Layout(pp=2, options={"packed": False}),
-    Layout(tp=2, sp=True, cp=2),
-    Layout(pp=2, cp=2),
-]
 METHODS = ["loglinear", "recompute", "behavior"]
 SETTINGS = AlgorithmConfig(num_minibatches=3, behavior_weight=BehaviorWeightConfig(cap=1.3))
-SEED, MAX_STALENESS = 11, 4
-
-
-def make_batch(model: PreTrainedModel, version: int, shift: float = 0.4) -> Batch:
-    """Return 8 samples of mixed staleness 0..5; stale behaviour log-probs are off by `shift`, fresh ones are exact."""
-    rng = np.random.default_rng(version)
-    samples = []
-    for index in range(8):
-        prompt, response = (rng.integers(0, 131, rng.integers(1, size)).astype(np.int32) for size in (5, 10))
-        versions = np.sort(version - rng.integers(0, 6, len(response))).astype(np.int32)
-        tokens = np.concatenate([prompt, response]).astype(np.int64)
-        with torch.no_grad():
-            exact = oracle_logprobs(model, TokenSequence(tokens, np.zeros(len(tokens), np.bool_))).numpy()
-        noise = np.where(versions == version, 0, shift * rng.standard_normal(len(response)))
-        logprobs = (exact[len(prompt) - 1 :] + noise).astype(np.float32)
-        samples.append(Sample(str(index), prompt, response, logprobs, versions, "stop"))
-    advantages = rng.standard_normal(8).astype(np.float32)
-    return Batch(tuple(samples), advantages, advantages, np.ones(8, np.bool_))
-
-
-def reference_row(trainer: OracleTrainer, batch: Batch, version: int, settings: AlgorithmConfig) -> dict[str, float]:
-    """Train the batch in plain autograd, sequence by sequence, with the paper's equations; return means over steps."""
-    model = trainer.model
-    whole = training_batch(batch, version, MAX_STALENESS)
-    with torch.no_grad():
-        start = {id(s): oracle_logprobs(model, s) for s in whole.sequences}  # the policy at the start of the batch
-    losses, norms, clipped, num_tokens = [], [], 0, 0
-    for minibatch in split_minibatches(whole.sequences, settings.num_minibatches, SEED, version):
-        trainer.optimizer.zero_grad()
-        count, total = sum(int(s.trainable.sum()) for s in minibatch), torch.zeros(())
-        for s in minibatch:
-            here = torch.tensor(s.trainable[1:])
-            policy, prox0 = oracle_logprobs(model, s)[here], start[id(s)][here]
-            behavior, d, a = (
-                torch.tensor(s.fields[name][1:])[here] for name in ("behavior_logprobs", "staleness", "advantages")
-            )
-            alpha = 1 / d.clamp(min=1)
-            prox = {
-                "loglinear": alpha * behavior + (1 - alpha) * policy.detach(),
-                "recompute": prox0,
-                "behavior": behavior,
-            }[settings.method]
-            r, b = (policy - prox).exp(), (prox - behavior).exp()
-            low, high = 1 - settings.clip_low, 1 + settings.clip_high
-            total = total - (b.clamp(max=settings.behavior_weight.cap) * torch.min(r * a, r.clamp(low, high) * a)).sum()
-            clipped += int((r.clamp(low, high) * a < r * a).sum())
-        (total / count).backward()
-        num_tokens += count
-        losses.append(total.item() / count)
-        norms.append(trainer.step())
-    return {
-        "loss": float(np.mean(losses)),
-        "grad_norm": float(np.mean(norms)),
-        "policy/clip_fraction": clipped / num_tokens,
-    }
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_two_batches_of_three_minibatches_equal_plain_autograd(
-    method: str, layout: Layout, shared_folder: Path
-) -> None:
-    _check_two_batches(method, layout, shared_folder)
-
-
-@pytest.mark.ranks(1)
-@pytest.mark.parametrize("method", METHODS)
-def test_two_batches_of_three_minibatches_equal_plain_autograd_on_one_rank(method: str, shared_folder: Path) -> None:
-    _check_two_batches(method, Layout(), shared_folder)
-
-
-def _check_two_batches(method: Any, layout: Layout, folder: Path) -> None:
-    oracle = QWEN.build()
-    actor = build_actor(save_model(oracle, folder), layout.config(**TOKENS))
-    trainer = OracleTrainer(oracle)
-    settings = replace(SETTINGS, method=method)
-    batch_step = BatchStep(actor, settings, MAX_STALENESS, SEED)
-    for version in (5, 6):
-        batch = make_batch(oracle, version)
-        expected = reference_row(trainer, batch, version, settings)
-        row = batch_step.train(batch, version)
-        for name, value in expected.items():
-            assert row[name] == pytest.approx(value, abs=TOLERANCE), name
-        assert row["optimizer_steps"] == 3
-        assert row["parity/logprob_max_abs"] is not None
-        assert row["parity/logprob_max_abs"] < TOLERANCE
-        assert 0 <= row["time/prox_s"] <= row["time/step_s"]
-    for name, tensor in actor.export_weights():
-        torch.testing.assert_close(tensor.cpu(), oracle.get_parameter(name).detach(), atol=TOLERANCE, rtol=0)
-    actor.close()
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2, sp=True), Layout(pp=2, vpp=2)], ids=str)
