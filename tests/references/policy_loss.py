@@ -28,8 +28,12 @@ def tokens(s: Response) -> range:
     return range(len(s.logp))
 
 
+def constant(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
 def clipped_value(r: Tensor, a: float, low: float, high: float) -> Tensor:
-    inside = r if 1 - low <= r <= 1 + high else torch.tensor(1 - low if r < 1 else 1 + high).double()
+    inside = r if 1 - low <= r <= 1 + high else constant(1 - low if r < 1 else 1 + high)
     return r * a if r * a <= inside * a else inside * a
 
 
@@ -59,7 +63,7 @@ def dual_clip(s: Response, c: float) -> list[Tensor]:
         a = s.adv[t].item()
         value = clipped_value(r(s, t), a, 0.2, 0.2)
         if a < 0 and value < c * a:
-            value = torch.tensor(c * a).double()
+            value = constant(c * a)
         losses.append(-b(s, t) * value)
     return losses
 
@@ -112,7 +116,7 @@ def behavior_kl(s: Response, beta: float, clamp: float) -> list[Tensor]:
     losses = []
     for t, loss in enumerate(decoupled(s)):
         log_w = s.logp[t] - s.behav[t]
-        penalty = log_w**2 if abs(log_w) <= clamp else torch.tensor(clamp**2).double()
+        penalty = log_w**2 if abs(log_w) <= clamp else constant(clamp**2)
         losses.append(loss + beta / 2 * penalty)
     return losses
 
@@ -123,7 +127,7 @@ def entropy_bonus(s: Response, coefficient: float) -> list[Tensor]:
 
 def aggregated(responses: list[list[Tensor]], kind: str, length: int) -> Tensor:
     """The sum before it is divided by tokens or sequences."""
-    total = torch.zeros(()).double()
+    total = constant(0.0)
     for losses in responses:
         for loss in losses:
             total = total + loss / {"token": 1, "sequence": len(losses), "fixed_length": length}[kind]

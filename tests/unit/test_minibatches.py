@@ -44,6 +44,7 @@ def test_tokens_older_than_the_bound_are_masked_and_counted_and_the_rest_of_the_
     whole = training_batch(batch(sample([1], [2, 3, 4], [3, 6, 8]), sample([1], [2], [2])), version=8, max_staleness=2)
     assert [sequence.trainable.tolist() for sequence in whole.sequences] == [[False, False, True, True], [False, False]]
     assert whole.num_overdue == 2
+    assert [set(s.fields["sequence_tokens"].tolist()) for s in whole.sequences] == [{2}, {0}]
 
 
 def test_a_filtered_sample_is_masked_and_counted_and_its_tokens_are_not_called_overdue() -> None:

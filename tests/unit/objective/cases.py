@@ -1,6 +1,5 @@
 """Random microbatches for the objective's tests, and the same data as single responses."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,15 +32,19 @@ class Case:
         found = []
         for number in range(int(self.fields["sequence"].max()) + 1):
             here = self.trainable & (self.fields["sequence"] == number)
-            pick: Callable[[Tensor], Tensor] = lambda values, here=here: values[here]
             if here.any():
+                chosen = {name: self.fields[name][here] for name in (*FLOATS, "staleness")}
                 found.append(
                     Response(
-                        pick(self.logprobs), pick(self.fields["behavior_logprobs"]), pick(proximal.detach()),
-                        pick(self.fields["reference_logprobs"]), pick(self.fields["advantages"]), pick(self.entropy),
-                        pick(self.fields["staleness"]).tolist(),
+                        logp=self.logprobs[here],
+                        behav=chosen["behavior_logprobs"],
+                        prox=proximal.detach()[here],
+                        ref=chosen["reference_logprobs"],
+                        adv=chosen["advantages"],
+                        entropy=self.entropy[here],
+                        d=chosen["staleness"].tolist(),
                     )
-                )  # fmt: skip
+                )
         return found
 
     def part(self, where: slice, sequence_offset: int = 0) -> "Case":
