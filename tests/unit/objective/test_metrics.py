@@ -56,7 +56,7 @@ def test_every_figure_equals_a_loop_over_the_tokens() -> None:
     assert found["policy/behavior_kl_k3"] == pytest.approx(mean([math.exp(x) - 1 - x for x in log_w]), abs=1e-12)
 
     def clipped(s: reference.Response, t: int) -> bool:
-        ratio, a = float(reference.r(s, t)), s.adv[t].item()
+        ratio, a = reference.r(s, t).item(), s.adv[t].item()
         return (a > 0 and ratio > 1.2) or (a < 0 and ratio < 0.8)
 
     assert found["policy/clip_fraction"] == pytest.approx(mean([clipped(s, t) for s, t in tokens]))
