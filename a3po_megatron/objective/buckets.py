@@ -25,7 +25,7 @@ class StalenessBuckets:
     def of(staleness: Tensor, trainable: Tensor) -> "StalenessBuckets":
         """Sort tokens by `staleness`, int [b, s]."""
         first = torch.tensor(_FIRST, dtype=staleness.dtype, device=staleness.device)
-        return StalenessBuckets(torch.bucketize(staleness.flatten(), first, right=True), trainable)
+        return StalenessBuckets(torch.bucketize(staleness.flatten().contiguous(), first, right=True), trainable)
 
     def counts(self) -> Tensor:
         """Return the number of tokens in each bucket, float64 [buckets]."""

@@ -44,7 +44,8 @@ def test_every_figure_equals_a_loop_over_the_tokens() -> None:
     def mean(values: list[float]) -> float:
         return math.fsum(values) / len(values)
 
-    r, b, w = ([torch.as_tensor(f(s, t)).item() for s, t in tokens] for f in (reference.r, reference.b, reference.w))
+    r = [reference.r(s, t).item() for s, t in tokens]
+    b, w = ([f(s, t) for s, t in tokens] for f in (reference.b, reference.w))
     log_w = [math.log(value) for value in w]
     for name, values in (("ratio", r), ("behavior_weight", b), ("weight", w)):
         assert found[f"policy/{name}_mean"] == pytest.approx(mean(values), abs=1e-12)
@@ -55,7 +56,7 @@ def test_every_figure_equals_a_loop_over_the_tokens() -> None:
     assert found["policy/behavior_kl_k3"] == pytest.approx(mean([math.exp(x) - 1 - x for x in log_w]), abs=1e-12)
 
     def clipped(s: reference.Response, t: int) -> bool:
-        ratio, a = float(reference.r(s, t)), s.adv[t].item()
+        ratio, a = reference.r(s, t).item(), s.adv[t].item()
         return (a > 0 and ratio > 1.2) or (a < 0 and ratio < 0.8)
 
     assert found["policy/clip_fraction"] == pytest.approx(mean([clipped(s, t) for s, t in tokens]))
@@ -116,7 +117,7 @@ def test_the_approximation_error_equals_a_loop_over_the_tokens_of_each_age() -> 
             "logprob_abs": [abs(x) for x in error],
             "kl_true_approximate": [math.exp(x) - 1 - x for x in error],
             "kl_approximate_true": [math.exp(-x) - 1 + x for x in error],
-            "ratio_abs": [abs(float(reference.r(*u) - reference.r(*v))) for u, v in pairs],
+            "ratio_abs": [abs(reference.r(*u) - reference.r(*v)).item() for u, v in pairs],
             "behavior_weight_abs": [abs(reference.b(*u) - reference.b(*v)) for u, v in pairs],
         }
         for name, values in expected.items():
