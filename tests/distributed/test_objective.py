@@ -187,7 +187,7 @@ def check_two_batches(case: Case, model: Model, layout: Layout, folder: Path, **
         assert row["parity/logprob_max_abs"] is not None
         assert row["parity/logprob_max_abs"] < TOLERANCE
         assert 0 <= row["time/prox_s"] <= row["time/step_s"]
-    trained = hf_tensors(oracle)
+    trained = hf_tensors(dict(oracle.named_parameters()))
     for name, tensor in actor.export_weights():
         torch.testing.assert_close(tensor.cpu(), trained[name].detach(), atol=TOLERANCE, rtol=0)
     actor.close()
