@@ -174,7 +174,7 @@ class ProblemSetConfig:
     answer_column: str = ""
     id_column: str = ""  # of `kind: columns` empty: the row's number
     generator: str = ""  # of `kind: generated`: reasoning-gym's name, for example leg_counting
-    seed: int = 0  # of `kind: generated`
+    seed: int = 0  # of `kind: generated`: problem i comes from seed + i, so keep the seeds of two sets far apart
 
 
 @dataclass(frozen=True)

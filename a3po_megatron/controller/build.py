@@ -1,5 +1,6 @@
 """From the settings of a run to a controller that can run."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -63,6 +64,7 @@ def check_controller(config: TrainConfig) -> None:
         "max_staleness": 0,
         "eval_every": 0,
         "max_eval_problems": 0,
+        "max_stragglers": 0,
     }
     for name, minimum in at_least.items():
         if getattr(controller, name) < minimum:
@@ -71,6 +73,10 @@ def check_controller(config: TrainConfig) -> None:
         raise UserError(
             f"controller.samples_per_prompt={controller.samples_per_prompt}: a sample is judged against the others of "
             "its prompt, so at least 2 are needed"
+        )
+    if not 1 <= controller.max_generated < math.inf:
+        raise UserError(
+            f"controller.max_generated={controller.max_generated}: at least 1, which generates no group twice; 4 is usual"
         )
     for name in _timeouts(controller):
         if getattr(controller, name) <= 0:

@@ -52,15 +52,15 @@ def read_parquet(path: Path) -> Iterator[PlacedRow]:
 
     number = 0
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=LOADED_AT_ONCE):
+        with path.open("rb") as file, pyarrow.parquet.ParquetFile(file) as table:
+            for batch in table.iter_batches(batch_size=LOADED_AT_ONCE):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path}, row {number}", number, row
     except pyarrow.ArrowException as error:  # of which none is an OSError; a missing file is one
         raise UserError(f"{path}: not a parquet file after row {number}: {' '.join(str(error).split())}") from None
     except OSError as error:
-        raise UserError(f"{path}: cannot read the file: {error.strerror or error}") from None
+        raise UserError(f"{path}: cannot read the file: {error.strerror}") from None
     if number == 0:
         raise UserError(f"{path}: the file is empty")
 
