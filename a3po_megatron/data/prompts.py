@@ -17,7 +17,7 @@ class PromptWriter:
         """Raises UserError when the tokenizer's chat template cannot do what the settings ask for."""
         self._config, self._tokenizer = config, tokenizer
         self._options: dict[str, Any] = (
-            {} if config.thinking == "template" else {"enable_thinking": config.thinking == "on"}
+            {} if config.thinking == "template" else {"enable_thinking": config.thinking == "enabled"}
         )
         if config.style == "plain":
             return

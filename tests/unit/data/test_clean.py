@@ -167,7 +167,7 @@ def test_an_id_that_two_rows_have_is_refused(write_rows: WriteRows) -> None:
         ),
         ({"evaluation": {"aime26": ProblemSetConfig()}}, "data.evaluation.aime26: no kind is called 'aime26'"),
         ({"prompt": PromptConfig(suffix="x")}, "data.prompt.prefix and suffix are of data.prompt.instruction=custom"),
-        ({"prompt": PromptConfig(style="plain", thinking="off")}, "data.prompt.style=plain: system and thinking"),
+        ({"prompt": PromptConfig(style="plain", thinking="disabled")}, "data.prompt.style=plain: system and thinking"),
         ({"ngram": 0}, "data.ngram=0"),
         ({"ngram_share": 0.0}, "data.ngram_share=0.0"),
     ],

@@ -1,14 +1,18 @@
 """From a problem to token ids: instructions, system prompt, thinking, templates, base models."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from a3po_megatron.config.schema import DataConfig, ModelConfig, ProblemSetConfig, PromptConfig
+from a3po_megatron.config.load import load_config
+from a3po_megatron.config.schema import DataConfig, ModelConfig, ProblemSetConfig, PromptConfig, TrainConfig
+from a3po_megatron.controller.build import build_controller, check_controller
 from a3po_megatron.data.load import load_task
 from a3po_megatron.data.prompts import PromptWriter
 from a3po_megatron.data.rows import read_rows
 from a3po_megatron.data.sets import INSTRUCTIONS
+from a3po_megatron.data.text import Instruction
 from a3po_megatron.data.tokenizer import ChatTokenizer
 from a3po_megatron.errors import UserError
 
@@ -41,7 +45,9 @@ def test_the_published_prompts_of_dapo_come_out_token_for_token(published: Path,
         assert problem.prompt_ids.tolist() == ids
 
 
-@pytest.mark.parametrize(("thinking", "end"), [("template", THINKING), ("on", THINKING), ("off", NO_THINKING)])
+@pytest.mark.parametrize(
+    ("thinking", "end"), [("template", THINKING), ("enabled", THINKING), ("disabled", NO_THINKING)]
+)
 def test_thinking_and_system_prompt(qwen3: ChatTokenizer, thinking: str, end: str) -> None:
     config = PromptConfig(system="Be brief.", thinking=thinking, instruction="boxed")
     ids = PromptWriter(config, qwen3).ids("What is $1+1$?", INSTRUCTIONS["dapo"])
@@ -63,8 +69,6 @@ def test_thinking_and_system_prompt(qwen3: ChatTokenizer, thinking: str, end: st
 def test_the_instruction_is_the_sets_own_or_the_stated_one(
     qwen3: ChatTokenizer, config: PromptConfig, text: str
 ) -> None:
-    from a3po_megatron.data.text import Instruction
-
     assert PromptWriter(config, qwen3).text("Q", Instruction(prefix="own ")) == text
 
 
@@ -84,8 +88,46 @@ def test_a_template_that_knows_no_thinking_is_refused_when_thinking_is_set(publi
         (tmp_path / copy).write_bytes((published / "qwen3_tokenizer" / name).read_bytes())
     (tmp_path / "tokenizer_config.json").write_text("{}")
     qwen25 = ChatTokenizer(tmp_path)
-    with pytest.raises(UserError, match=r"data\.prompt\.thinking=off: the chat template of .* has no enable_thinking"):
-        PromptWriter(PromptConfig(thinking="off"), qwen25)
+    with pytest.raises(
+        UserError, match=r"data\.prompt\.thinking=disabled: the chat template of .* has no enable_thinking"
+    ):
+        PromptWriter(PromptConfig(thinking="disabled"), qwen25)
     text = qwen25.decode(PromptWriter(PromptConfig(), qwen25).ids("Q", INSTRUCTIONS["none"]), skip_special_tokens=False)
     assert text.startswith("<|im_start|>system\nYou are Qwen, created by Alibaba Cloud.")
     assert text.endswith("<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_controller_is_built_on_dapo_with_the_real_tokenizer(published: Path, tmp_path: Path) -> None:
+    """Everything before the first server: sets by name, room for responses, report beside the run's other files."""
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in (published / "qwen3_tokenizer").iterdir():
+        (model / file.name).symlink_to(file)
+    (model / "config.json").symlink_to(published / "hf_configs" / "Qwen3-8B.json")
+    config = load_config(
+        TrainConfig,
+        None,
+        [
+            f"run.dir={tmp_path / 'run'}",
+            f"model.path={model}",
+            "data.task=problems",
+            "reward.kind=numeric",
+            "data.train.dapo.limit=40",
+            "data.evaluation.math500={}",
+            "data.evaluation.aime24={}",
+            "data.prompt.thinking=disabled",
+            "controller.max_eval_problems=3",
+            "rollout.max_model_len=400",
+            "rollout.max_response_tokens=100",
+        ],
+    )
+    check_controller(config)
+    controller = build_controller(config, "a-token")
+    assert [problem.source for problem in controller.parts.heldout] == ["math500"] * 3 + ["aime24"] * 3
+    report = json.loads((tmp_path / "run" / "data_report.json").read_text())
+    dapo = report["train"][0]
+    assert dapo["rows"] == 40
+    assert 0 < dapo["too_long"] == 40 - dapo["kept"]
+    draws = [controller.parts.source.draw() for _ in range(dapo["kept"] + 1)]
+    assert [draw.epoch for draw in draws] == [0] * dapo["kept"] + [1]
+    assert max(len(draw.problem.prompt_ids) for draw in draws) <= 300
