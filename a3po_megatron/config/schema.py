@@ -187,9 +187,8 @@ class PromptConfig:
     prefix: str = ""  # of `instruction: custom`, with its own line breaks
     suffix: str = ""
     system: str = ""  # system prompt of the chat; empty: none, or what the template writes by itself
-    thinking: Literal["template", "enabled", "disabled"] = (
-        "template"  # `enable_thinking` of the template; template: its own default
-    )
+    # `enable_thinking` of the chat template; template: the template's own default
+    thinking: Literal["template", "enabled", "disabled"] = "template"
 
 
 @dataclass(frozen=True)

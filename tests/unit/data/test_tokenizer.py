@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from a3po_megatron.data.rows import read_rows
 from a3po_megatron.data.tokenizer import ChatTokenizer
 from a3po_megatron.errors import UserError
 
@@ -20,6 +21,11 @@ def test_chat_ids_equal_transformers(published: Path, options: dict[str, bool]) 
     tokenizer = ChatTokenizer(folder)
     assert tokenizer.chat_ids(CHAT, **options).tolist() == expected
     assert tokenizer.decode(expected) == reference.decode(expected, skip_special_tokens=True)
+    for _, _, row in read_rows(str(published / "dapo" / "official_format_sample14.jsonl"), "", ""):
+        expected = reference.apply_chat_template(
+            row["prompt"], add_generation_prompt=True, return_dict=False, **options
+        )
+        assert tokenizer.chat_ids(row["prompt"], **options).tolist() == expected
     assert tokenizer.encode_document("1 + 1 =").tolist() == reference("1 + 1 =").input_ids
 
 
