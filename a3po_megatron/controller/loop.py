@@ -11,7 +11,8 @@
                           |                 +--> _evaluate_due: accuracy of one version      |
                           +----------------------------- version + 1 ------------------------+
 
-One event loop, so no locks. The coroutines named `_...` run in the background and never wait for the actor to train,
+`places` says which groups go into the buffer: one without signal, or one that is late, may have to make room for another
+problem's. One event loop, so no locks. The coroutines named `_...` run in the background and never wait for the actor to train,
 only for `admission`; the public ones are the actor's calls, one HTTP route each. All wait through `Changes`: a
 condition over the fields of `Controller`, looked at again after every change, with a deadline.
 """

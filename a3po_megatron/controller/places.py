@@ -152,9 +152,10 @@ class Places:
             return True
         if self._config.without_signal == "stop":
             raise UserError(
-                f"controller.max_generated={self._config.max_generated:g}: {limit} groups were generated for batch {batch} "
-                f"of {self._batch_size}, and still one has only equal rewards. Problems too hard or too easy for the model, "
-                "or a reward that never fits? Look at samples/; controller.without_signal=train goes on regardless"
+                f"controller.max_generated={self._config.max_generated:g}: {limit} groups were generated for the "
+                f"{self._batch_size} places of batch {batch}, and still one has only equal rewards. Problems too hard or "
+                "too easy for the model, or a reward that never fits? Look at samples/; controller.without_signal=train "
+                "goes on regardless"
             )
         return False
 

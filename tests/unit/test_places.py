@@ -152,7 +152,7 @@ def test_without_dynamic_sampling_every_draw_keeps_the_place_of_its_own_number(
 def test_stop_ends_the_run_with_the_reason_once_the_bound_is_reached() -> None:
     config = replace(DYNAMIC, max_generated=2.0, without_signal="stop")
     with pytest.raises(
-        UserError, match=r"max_generated=2: 8 groups were generated for batch 0 of 4, and still one has"
+        UserError, match=r"max_generated=2: 8 groups were generated for the 4 places of batch 0, and still"
     ):
         Simulation(config, random.Random(0), without_signal=1.0).run()
     Simulation(config, random.Random(0), without_signal=0.0).run()

@@ -116,7 +116,7 @@ def test_a_controller_is_built_on_dapo_with_the_real_tokenizer(published: Path, 
             "data.evaluation.aime24={}",
             "data.prompt.thinking=disabled",
             "controller.max_eval_problems=3",
-            "rollout.max_model_len=400",
+            "rollout.max_model_len=300",
             "rollout.max_response_tokens=100",
         ],
     )
@@ -129,4 +129,4 @@ def test_a_controller_is_built_on_dapo_with_the_real_tokenizer(published: Path, 
     assert 0 < dapo["too_long"] == 40 - dapo["kept"]
     draws = [controller.parts.source.draw() for _ in range(dapo["kept"] + 1)]
     assert [draw.epoch for draw in draws] == [0] * dapo["kept"] + [1]
-    assert max(len(draw.problem.prompt_ids) for draw in draws) <= 300
+    assert max(len(draw.problem.prompt_ids) for draw in draws) <= 200
