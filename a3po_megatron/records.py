@@ -23,6 +23,7 @@ class Problem:
     id: str  # unique and stable over epochs
     prompt_ids: Int32  # [P], chat template already applied
     answer: str  # what the reward compares with
+    source: str = ""  # name of its set
 
 
 @dataclass(frozen=True)

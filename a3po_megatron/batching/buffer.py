@@ -14,10 +14,10 @@ from a3po_megatron.records import Group, Sample
 
 
 class GroupBuffer:
-    """Groups by the index of their draw; the first drawn leave first, in whatever order they arrive."""
+    """Groups by their place in the run; the lowest places leave first, in whatever order the groups arrive."""
 
     def __init__(self, groups_per_batch: int, in_order: bool) -> None:
-        """`in_order`: a batch is exactly the next `groups_per_batch` draws (lockstep), not the oldest ones there."""
+        """`in_order`: a batch is exactly the next `groups_per_batch` places (lockstep), not the lowest ones there."""
         self._groups: dict[int, Group] = {}
         self._groups_per_batch = groups_per_batch
         self._in_order = in_order
@@ -26,24 +26,24 @@ class GroupBuffer:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def put(self, draw_index: int, group: Group) -> None:
-        """Add the finished group of draw `draw_index`."""
-        assert draw_index not in self._groups, f"draw {draw_index} came twice"
-        self._groups[draw_index] = group
+    def put(self, place: int, group: Group) -> None:
+        """Add the finished group that fills `place`."""
+        assert place not in self._groups, f"place {place} was filled twice"
+        self._groups[place] = group
 
     def ready(self) -> bool:
         """Whether `take` can make a batch."""
         return self._next_indices() is not None
 
     def take(self) -> list[Group]:
-        """Remove and return the next batch of groups, ordered by draw index; only when `ready()`."""
+        """Remove and return the next batch of groups, ordered by place; only when `ready()`."""
         indices = self._next_indices()
         assert indices is not None, "take() before ready()"
         self.num_taken += len(indices)
         return [self._groups.pop(index) for index in indices]
 
     def items(self) -> list[tuple[int, Group]]:
-        """Return (draw index, group) of all that wait, by draw index."""
+        """Return (place, group) of all that wait, by place."""
         return sorted(self._groups.items(), key=lambda item: item[0])
 
     def _next_indices(self) -> Sequence[int] | None:

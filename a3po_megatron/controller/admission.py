@@ -1,7 +1,7 @@
 """Admission: how many groups may start now, and when weights may be replaced. Pure arithmetic over counts.
 
 B groups make a batch; batch k is trained at version k and one publication follows every batch. All groups that ever
-started are `accepted` (finished, whether consumed or not) or `running`.
+started are `accepted` (finished, whether consumed or not) or `running`; one that is replaced (`places.py`) is neither.
 
     capacity = min(max_concurrent - running, (max_staleness + version + 1) * B - (accepted + running))
 

@@ -1,5 +1,6 @@
 """From the settings of a run to a controller that can run."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from a3po_megatron.config.schema import ControllerConfig, RolloutConfig, TrainCo
 from a3po_megatron.controller.loop import Controller
 from a3po_megatron.controller.parts import Parts
 from a3po_megatron.controller.rows import RunFiles
+from a3po_megatron.data.check import check_data
 from a3po_megatron.data.load import load_task
 from a3po_megatron.data.source import PromptSource
 from a3po_megatron.errors import UserError
@@ -23,10 +25,14 @@ def build_controller(config: TrainConfig, token: str) -> Controller:
 
     Starts the files of the run's folder. Raises UserError for a file or row that is wrong, or another run's folder.
     """
-    data = load_task(config.data, config.model)
-    heldout = data.heldout[: config.controller.max_eval_problems]
+    data = load_task(config.data, config.model, config.rollout.max_model_len - config.rollout.max_response_tokens)
+    heldout = data.heldout(config.controller.max_eval_problems)
     check_lengths([*data.train, *heldout], config.rollout)
     run_dir = Path(config.run.dir)
+    files = RunFiles(run_dir, data.decode, resume=config.run.resume)
+    if data.report is not None:
+        data.report.save(run_dir / "data_report.json")
+        print(*data.report.lines(), sep="\n", flush=True)
     vocab_size = read_model_shape(config.model.path).vocab_size
 
     def reshuffle(rewards: Float32, batch_index: int) -> Float32:
@@ -41,7 +47,7 @@ def build_controller(config: TrainConfig, token: str) -> Controller:
         reshuffle_rewards=reshuffle if config.reward.shuffle else None,
         sampling=SamplingSettings.from_config(config.rollout),
         greedy=SamplingSettings.from_config(config.rollout, evaluation=True),
-        files=RunFiles(run_dir, data.decode, resume=config.run.resume),
+        files=files,
         say=partial(print, flush=True),
     )
     return Controller(config.controller, config.run.num_steps, config.run.seed, parts)
@@ -50,6 +56,7 @@ def build_controller(config: TrainConfig, token: str) -> Controller:
 def check_controller(config: TrainConfig) -> None:
     """Refuse controller, rollout, data and reward settings that cannot work. Raises UserError."""
     check_rollout(config.rollout)
+    check_data(config.data)
     controller = config.controller
     at_least: dict[str, int] = {
         "prompts_per_batch": 1,
@@ -58,6 +65,7 @@ def check_controller(config: TrainConfig) -> None:
         "max_staleness": 0,
         "eval_every": 0,
         "max_eval_problems": 0,
+        "max_stragglers": 0,
     }
     for name, minimum in at_least.items():
         if getattr(controller, name) < minimum:
@@ -66,6 +74,10 @@ def check_controller(config: TrainConfig) -> None:
         raise UserError(
             f"controller.samples_per_prompt={controller.samples_per_prompt}: a sample is judged against the others of "
             "its prompt, so at least 2 are needed"
+        )
+    if not 1 <= controller.max_generated < math.inf:
+        raise UserError(
+            f"controller.max_generated={controller.max_generated}: at least 1, which generates no group twice; 4 is usual"
         )
     for name in _timeouts(controller):
         if getattr(controller, name) <= 0:
@@ -77,7 +89,7 @@ def check_controller(config: TrainConfig) -> None:
         )
     if not 1 <= controller.port <= 65535:
         raise UserError(f"controller.port={controller.port}: between 1 and 65535")
-    reward_of_task = {"arithmetic": "exact", "gsm8k": "numeric"}[config.data.task]
+    reward_of_task = {"arithmetic": "exact", "problems": "numeric"}[config.data.task]
     if config.reward.kind != reward_of_task:
         raise UserError(
             f"reward.kind={config.reward.kind} does not fit data.task={config.data.task}; "
@@ -86,7 +98,10 @@ def check_controller(config: TrainConfig) -> None:
 
 
 def check_lengths(problems: Sequence[Problem], rollout: RolloutConfig) -> None:
-    """Refuse a prompt that leaves no room for the response, before anything is generated. Raises UserError."""
+    """Refuse a prompt that leaves no room for the response, before anything is generated. Raises UserError.
+
+    Of the training problems, those of `task: problems` that are too long have been left out and counted before.
+    """
     longest = max(problems, key=lambda problem: len(problem.prompt_ids))
     needed = len(longest.prompt_ids) + rollout.max_response_tokens
     if needed > rollout.max_model_len:

@@ -17,6 +17,10 @@ from a3po_megatron.rollout.client import Generation, PartialGeneration
 from a3po_megatron.rollout.sampling import SamplingSettings
 
 
+class Straggler(TimeoutError):
+    """A group whose responses did not all come in time; one line that says how far they got."""
+
+
 class Generator(Protocol):
     """The part of the fleet that turns a prompt into a response."""
 
@@ -35,6 +39,7 @@ class Generator(Protocol):
 class RunningGroup:
     """A group in generation. Made by the loop when it starts the group, read by snapshots."""
 
+    place: int  # that it fills among all groups of the run
     draw: Draw
     responses: tuple[PartialGeneration, ...]  # by sample index; the fleet appends to them, a snapshot copies them
 
@@ -55,7 +60,7 @@ async def generate_group(
 ) -> Group:
     """Sample one response for each of `running.responses`, all at once, and score them.
 
-    The order of the samples is that of their indices, whichever finishes first. Raises TimeoutError after `timeout_s`.
+    The order of the samples is that of their indices, whichever finishes first. Raises Straggler after `timeout_s`.
     """
     draw = running.draw
 
@@ -77,7 +82,7 @@ async def generate_group(
             tasks = [siblings.create_task(sample(index, part)) for index, part in enumerate(running.responses)]
     except TimeoutError:
         arrived = [len(response.token_ids) for response in running.responses]
-        raise TimeoutError(
+        raise Straggler(
             f"waited {timeout_s:g} s (controller.group_timeout_s) for the responses to problem {draw.problem.id!r}; "
             f"tokens that arrived: {arrived}; the rollout log says why"
         ) from None

@@ -11,7 +11,8 @@
                           |                 +--> _evaluate_due: accuracy of one version      |
                           +----------------------------- version + 1 ------------------------+
 
-One event loop, so no locks. The coroutines named `_...` run in the background and never wait for the actor to train,
+`places` says which groups go into the buffer: one without signal, or one that is late, may have to make room for another
+problem's. One event loop, so no locks. The coroutines named `_...` run in the background and never wait for the actor to train,
 only for `admission`; the public ones are the actor's calls, one HTTP route each. All wait through `Changes`: a
 condition over the fields of `Controller`, looked at again after every change, with a deadline.
 """
@@ -24,13 +25,14 @@ from a3po_megatron.batching.buffer import GroupBuffer
 from a3po_megatron.config.schema import ControllerConfig
 from a3po_megatron.controller.admission import Admission
 from a3po_megatron.controller.evaluation import Evaluation, evaluate
-from a3po_megatron.controller.groups import RunningGroup, batch_of, generate_group
+from a3po_megatron.controller.groups import RunningGroup, Straggler, batch_of, generate_group
 from a3po_megatron.controller.messages import StepReport, WeightManifest
 from a3po_megatron.controller.parts import Parts
+from a3po_megatron.controller.places import Places
 from a3po_megatron.controller.rows import StepMetrics, batch_metrics, progress_line
 from a3po_megatron.controller.snapshot import Snapshot, copy_unfinished
 from a3po_megatron.controller.waiting import Changes
-from a3po_megatron.records import Batch
+from a3po_megatron.records import Batch, Group
 from a3po_megatron.rollout.client import PartialGeneration
 
 
@@ -50,10 +52,11 @@ class Controller:
         self.admission = Admission(
             config.schedule, config.max_staleness, config.prompts_per_batch, config.max_concurrent_groups, num_steps
         )
+        self.places = Places(config, num_steps)
         self.changes = Changes()
         self.buffer = GroupBuffer(config.prompts_per_batch, in_order=config.schedule == "lockstep")
-        self.running: dict[int, RunningGroup] = {}  # by draw index
-        self.accepted = 0  # finished groups, ever
+        self.running: dict[int, RunningGroup] = {}  # by place
+        self.accepted = 0  # finished groups that kept their places, ever
         self.version = 0  # of the weights that the fleet serves
         self.publishing = False
         self.evaluations: dict[int, Evaluation] = {}  # by version
@@ -92,16 +95,17 @@ class Controller:
             self.config.first_replica_timeout_s,
             lambda: "the first rollout replica to register; the rollout log says what it is doing",
         )
-        while self.accepted + len(self.running) < self.num_steps * self.config.prompts_per_batch:
+        while not self._all_accepted():
             await self.changes.until(
-                lambda: self._capacity() > 0,
+                lambda: self._capacity() > 0 or self._all_accepted(),
                 self.config.actor_timeout_s + self.config.group_timeout_s,
                 lambda: f"room for a group: {self.accepted} finished, {len(self.running)} run, version {self.version}",
             )
             for _ in range(self._capacity()):
                 draw = self.parts.source.draw()
                 responses = tuple(PartialGeneration() for _ in range(self.config.samples_per_prompt))
-                self.running[draw.index] = group = RunningGroup(draw, responses)
+                group = RunningGroup(self.places.start(), draw, responses)
+                self.running[group.place] = group
                 task = background.create_task(self._run_group(group), name=f"draw {draw.index}")
                 self._group_tasks.add(task)
                 task.add_done_callback(self._group_tasks.discard)
@@ -110,17 +114,22 @@ class Controller:
     async def _run_group(self, group: RunningGroup) -> None:
         """Samples -> rewards -> buffer, for one group.
 
-        Consumes one draw. Produces one Group in the buffer. Waits for the fleet, at most `group_timeout_s`. Woken by
-        its own responses.
+        Consumes one draw. Produces one Group in the buffer, or a place to fill again: `places` decides. Waits for the
+        fleet, at most `group_timeout_s`. Woken by its own responses.
         """
         parts = self.parts
-        finished = await generate_group(
-            group, parts.fleet, parts.sampling, self.seed, parts.reward, self.config.group_timeout_s
-        )
-        del self.running[group.draw.index]
-        self.accepted += 1
-        self.buffer.put(group.draw.index, finished)
-        num_tokens = sum(len(sample.response_ids) for sample in finished.samples)
+        outcome: Group | Straggler
+        try:
+            outcome = await generate_group(
+                group, parts.fleet, parts.sampling, self.seed, parts.reward, self.config.group_timeout_s
+            )
+        except Straggler as straggler:
+            outcome = straggler
+        del self.running[group.place]
+        for place, finished in self.places.finish(group.place, outcome):
+            self.accepted += 1
+            self.buffer.put(place, finished)
+        num_tokens = sum(len(response.token_ids) for response in group.responses)
         self._step_metrics.generation(time.monotonic(), bool(self.running), num_tokens)
         self.changes.notify()
 
@@ -268,6 +277,7 @@ class Controller:
         if self._handed_out is None or self._handed_out[0] != report.version:
             raise Refused(f"a report of step {report.step}: the batch of version {report.version} was not the last one")
         row = {"step": report.step, "version": report.version, **self._step_metrics.row(time.monotonic())}
+        row |= self.places.row()
         if report.version in self.evaluations:
             row["eval/accuracy"] = self.evaluations[report.version].accuracy
             row["eval/accuracy_standard_error"] = self.evaluations[report.version].standard_error
@@ -297,10 +307,15 @@ class Controller:
             self.parts.source.state(),
             tuple(self.buffer.items()),
             copy_unfinished(self.running.values()),
+            self.places.state(),
         )
 
     def _capacity(self) -> int:
-        return self.admission.capacity(self.version, self.accepted, len(self.running))
+        admitted = self.admission.capacity(self.version, self.accepted, len(self.running))
+        return min(admitted, self.places.startable())
+
+    def _all_accepted(self) -> bool:
+        return self.accepted == self.num_steps * self.config.prompts_per_batch
 
     def _groups_before(self, next_version: int) -> int:
         return self.admission.groups_before_publication(next_version, self.accepted)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from a3po_megatron.controller.groups import RunningGroup
+from a3po_megatron.controller.places import PlacesState
 from a3po_megatron.records import Float32, Group, Int32
 
 
@@ -23,6 +24,7 @@ class UnfinishedResponse:
 class UnfinishedGroup:
     """A group in generation; its problem is found again by `draw_index`."""
 
+    place: int
     draw_index: int
     problem_id: str
     responses: tuple[UnfinishedResponse, ...]  # by sample index
@@ -38,14 +40,16 @@ class Snapshot:
     version: int
     num_taken: int  # groups handed out so far
     cursor: dict[str, Any]
-    waiting: tuple[tuple[int, Group], ...]  # (draw index, group) in the buffer
+    waiting: tuple[tuple[int, Group], ...]  # (place, group) in the buffer
     unfinished: tuple[UnfinishedGroup, ...]
+    places: PlacesState
 
 
 def copy_unfinished(running: Iterable[RunningGroup]) -> tuple[UnfinishedGroup, ...]:
     """Copy what has arrived of the groups in generation."""
     return tuple(
         UnfinishedGroup(
+            group.place,
             group.draw.index,
             group.draw.problem.id,
             tuple(

@@ -40,13 +40,17 @@ class PromptSource:
 
     def draw(self) -> Draw:
         """Return the next problem; the end of an epoch begins the next one."""
-        epoch, position = divmod(self._index, len(self._problems))
+        draw = self.at(self._index)
+        self._index += 1
+        return draw
+
+    def at(self, index: int) -> Draw:
+        """Return draw number `index`, past or future, without moving the cursor."""
+        epoch, position = divmod(index, len(self._problems))
         if epoch != self._order_epoch:
             self._order = np.random.default_rng([self._seed, epoch]).permutation(len(self._problems))
             self._order_epoch = epoch
-        draw = Draw(self._index, epoch, self._problems[self._order[position]])
-        self._index += 1
-        return draw
+        return Draw(index, epoch, self._problems[self._order[position]])
 
     def state(self) -> dict[str, Any]:
         """Return the cursor: plain values, for a snapshot."""
@@ -68,6 +72,7 @@ class PromptSource:
 
     @cached_property
     def _fingerprint(self) -> str:
+        """Of everything that a training step can see of the data: ids, prompts as token ids, answers, and their order."""
         digest = hashlib.blake2b(digest_size=8)
         for problem in self._problems:
             digest.update(repr((problem.id, problem.answer, problem.prompt_ids.tolist())).encode())

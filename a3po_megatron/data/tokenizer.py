@@ -45,6 +45,15 @@ class ChatTokenizer:
         """Return the token ids of `text`, [len]; special tokens written out in the text become their ids."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `render_chat` can work."""
+        return self._template is not None
+
+    def encode_document(self, text: str) -> Int32:
+        """Return the token ids of `text` as the tokenizer itself begins a text, [len]: with `<s>` where it has one."""
+        return np.array(self._tokenizer.encode(text).ids, dtype=np.int32)
+
     def decode(self, token_ids: Sequence[int] | Int32, *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
         return self._tokenizer.decode([int(token) for token in token_ids], skip_special_tokens=skip_special_tokens)

@@ -6,8 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from a3po_megatron.config.schema import DataConfig, ModelConfig, ProblemSetConfig
 from a3po_megatron.convert.gguf import convert_gguf_to_hf
-from a3po_megatron.data.gsm8k import data_folder, load_gsm8k
+from a3po_megatron.data.folder import data_folder
+from a3po_megatron.data.load import load_task
 from a3po_megatron.data.tokenizer import ChatTokenizer
 from a3po_megatron.errors import UserError
 from tests.references.gguf_llama import gguf_logits
@@ -57,11 +59,13 @@ def test_greedy_answer_is_sensible_english_and_ends_by_itself(folder: Path, mode
 
 def test_torch_free_tokenizer_equals_transformers_on_gsm8k_prompts(folder: Path) -> None:
     try:
-        path = data_folder() / "gsm8k" / "test.jsonl"
+        data_folder()
     except UserError as error:
         pytest.skip(str(error))
     reference, tokenizer = AutoTokenizer.from_pretrained(folder), ChatTokenizer(folder)
-    problems = load_gsm8k(path, tokenizer)
+    gsm8k = {"gsm8k": ProblemSetConfig()}
+    data = load_task(DataConfig(task="problems", train=gsm8k, evaluation=gsm8k), ModelConfig(str(folder)), 512)
+    problems = data.heldout(10_000)
     assert len({problem.id for problem in problems}) == len(problems) == 1319
     for problem in problems:
         text = tokenizer.decode(problem.prompt_ids, skip_special_tokens=False)

@@ -45,11 +45,11 @@ def test_a_port_in_use_is_told_before_anything_starts(tmp_path, model):
 
 def test_an_unreadable_data_file_is_told_in_one_line(tmp_path, model):
     missing = tmp_path / "train.jsonl"
-    task = ("data.task=gsm8k", "reward.kind=numeric", f"data.train_file={missing}", f"data.heldout_file={missing}")
+    task = ("data.task=problems", "reward.kind=numeric", "data.prompt.style=plain", f"data.train.gsm8k.path={missing}")
     with start(tmp_path / "run", model, *task) as running:
         finished = running.finish()
         assert finished.exit_code == 2
-        assert finished.last_line() == f"error: {missing}: cannot read the GSM8K file: No such file or directory"
+        assert finished.last_line() == f"error: {missing}: cannot read the file: No such file or directory"
         assert running.nothing_is_left()
 
 

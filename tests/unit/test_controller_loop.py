@@ -185,7 +185,8 @@ def test_a_snapshot_holds_cursor_buffer_and_the_tokens_of_unfinished_responses(t
         assert (snapshot.version, snapshot.num_taken, snapshot.cursor["index"]) == (1, 3, 9)
         assert [index for index, _ in snapshot.waiting] == [3, 4, 5]
         assert [len(group.samples) for _, group in snapshot.waiting] == [4, 4, 4]
-        assert [group.draw_index for group in snapshot.unfinished] == [6, 7, 8]
+        assert [(group.place, group.draw_index) for group in snapshot.unfinished] == [(6, 6), (7, 7), (8, 8)]
+        assert (snapshot.places.next_place, snapshot.places.open) == (9, ())
         for group in snapshot.unfinished:
             for response in group.responses:
                 assert len(response.response_ids) == len(response.behavior_logprobs) == 1

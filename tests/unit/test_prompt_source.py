@@ -40,6 +40,13 @@ def test_a_restored_cursor_goes_on_where_it_was(before: int) -> None:
     assert drawn(resumed, 30) == drawn(source, 30)
 
 
+def test_any_draw_can_be_looked_up_without_moving_the_cursor() -> None:
+    source = PromptSource(problems(20), seed=3)
+    draws = [source.draw() for _ in range(50)]
+    assert [source.at(index) for index in (7, 44, 0, 20)] == [draws[index] for index in (7, 44, 0, 20)]
+    assert source.draw().index == 50
+
+
 def test_a_cursor_of_other_data_or_another_seed_is_refused() -> None:
     state = PromptSource(problems(20), seed=3).state()
     with pytest.raises(UserError, match=r"data's seed is 4, the saved cursor's is 3"):

@@ -54,9 +54,9 @@ def test_port_0_becomes_one_port_for_every_role(tmp_path):
     ("script", "exit_code", "reason", "log"),
     [
         (
-            "print('.'); print('error: data.train_file=x: not there'); exit(2)",
+            "print('.'); print('error: data.train.mine.path=x: not there'); exit(2)",
             2,
-            "data.train_file=x",
+            "data.train.mine.path=x",
             [],
         ),
         ("print('why'); raise SystemExit(1)", 1, "the controller ended with exit code 1", ["why"]),
