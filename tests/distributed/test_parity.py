@@ -71,6 +71,7 @@ CASES = [
     (MOE, Layout(tp=2, sp=True, options=DISTRIBUTED), {}),
     (MOE, Layout(pp=2, ep=2), {"max_tokens_per_microbatch": 24}),
     (MOE, Layout(cp=2, ep=2), {}),
+    (Model("qwen3_moe_unnormalised"), Layout(pp=2, vpp=2, ep=2, options={"packed": False}), {}),
 ]
 
 
