@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
+Bool = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,8 @@ class Batch:
     samples: tuple[Sample, ...]
     rewards: Float32  # [len(samples)]
     advantages: Float32  # [len(samples)]; the same for every token of a sample
+    kept: Bool  # [len(samples)]; False: filtered, takes no part in training
 
     def __post_init__(self) -> None:
-        assert len(self.samples) == len(self.rewards) == len(self.advantages), (
-            "batch: one reward and advantage a sample"
-        )
+        lengths = {len(self.samples), len(self.rewards), len(self.advantages), len(self.kept)}
+        assert len(lengths) == 1, f"batch: one reward, advantage and mark a sample, not {lengths}"

@@ -30,7 +30,14 @@ from a3po_megatron.actor.hf_folder import HFFolder
 from a3po_megatron.actor.hf_weights import export_weights, load_weights, random_source
 from a3po_megatron.actor.logprobs import token_is_greedy, token_logprobs
 from a3po_megatron.actor.model import DTYPES, build_chunks, transformer_config
-from a3po_megatron.actor.optimizer import NonFiniteError, build_optimizer, build_scheduler, clip_and_check, wrap_chunks
+from a3po_megatron.actor.nonfinite import NonFiniteError, find_culprit
+from a3po_megatron.actor.optimizer import (
+    build_optimizer,
+    build_scheduler,
+    clip_gradients,
+    gradient_norm,
+    wrap_chunks,
+)
 from a3po_megatron.batching.packing import Microbatch, TokenSequence, make_microbatches
 from a3po_megatron.config.model_shape import ModelShape
 from a3po_megatron.config.schema import ActorConfig, ModelConfig, OptimizerConfig
@@ -40,11 +47,11 @@ from a3po_megatron.config.schema import ActorConfig, ModelConfig, OptimizerConfi
 class StepReport:
     """What one optimizer step was like; the same on every rank."""
 
-    loss: float  # mean over the trainable tokens of the step
+    loss: float  # mean over the trainable tokens of the step, or over its sequences
     num_tokens: int  # trainable tokens of the step
     grad_norm: float  # before clipping
     lr: float
-    metrics: dict[str, float]  # of the loss: sums divided by num_tokens, and maxima
+    totals: dict[str, float]  # of the loss: sums over the step, and maxima under names that end in `max`
     num_microbatches: int  # forward passes of each data-parallel rank
 
 
@@ -83,30 +90,28 @@ class Actor:
     def train_step(self, sequences: Sequence[TokenSequence], loss: pipeline.Loss) -> StepReport:
         """Take one optimizer step on `sequences`.
 
-        Raises NonFiniteError, with nothing updated, when the loss or a gradient is not finite.
+        Raises NonFiniteError, with nothing updated, when the loss or a gradient is not finite; it names the sample.
         """
         num_tokens = sum(int(sequence.trainable.sum()) for sequence in sequences)
+        num_sequences = sum(bool(sequence.trainable.any()) for sequence in sequences)
         if num_tokens == 0:
             raise ValueError("the step has no trainable token: every sequence is masked")
         microbatches = self._microbatches(sequences)
-
         self._zero_gradients()
-        self.num_forward_passes += len(microbatches)
-        metrics = pipeline.forward_backward(
-            self.chunks, microbatches, self._token_logprobs, self.shape.vocab_size, loss
-        )
-        totals = self._reduce(metrics, ["loss", *loss.metric_names])
-        self._check_loss(totals["loss"])
-        grad_norm = clip_and_check(self.optimizer, self.optimizer_settings.clip_grad)
+        totals = self._forward_backward(microbatches, loss)
+        grad_norm = gradient_norm(self.optimizer)
+        if not (math.isfinite(totals["loss"]) and math.isfinite(grad_norm)):
+            found = f"the loss is {totals['loss']}, the gradient norm {grad_norm}"
+            raise NonFiniteError(f"{found}; {self._name_culprit(sequences, loss)}")
+        clip_gradients(self.optimizer, self.optimizer_settings.clip_grad, grad_norm)
         self._update()
 
-        means = {name: total if name.endswith("max") else total / num_tokens for name, total in totals.items()}
         return StepReport(
-            loss=means.pop("loss"),
+            loss=totals.pop("loss") / (num_tokens if loss.counts == "tokens" else num_sequences),
             num_tokens=num_tokens,
             grad_norm=grad_norm,
             lr=float(self.optimizer.param_groups[0]["lr"]),
-            metrics=means,
+            totals=totals,
             num_microbatches=len(microbatches),
         )
 
@@ -146,11 +151,15 @@ class Actor:
 
         Context-parallel ranks, which see the same sequences, are to pass the same value; it counts once.
         """
-        total = torch.tensor(float(value), dtype=torch.float64, device=self.device)
+        return float(self.add_up_each(np.array([value], np.float64))[0])
+
+    def add_up_each(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return `add_up` of each of `values`."""
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
         if self.place.is_last_stage:
             dist.all_reduce(total, group=parallel.dp_group())
         dist.broadcast(total, group_src=self.place.pp_size - 1, group=parallel.pp_group())
-        return float(total)
+        return np.asarray(total.cpu())
 
     def close(self) -> None:
         """Take megatron's process groups down."""
@@ -188,9 +197,29 @@ class Actor:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def _check_loss(self, loss: float) -> None:
-        if not math.isfinite(loss):
-            raise NonFiniteError(f"the loss is {loss}")
+    def _forward_backward(self, microbatches: Sequence[Microbatch], loss: pipeline.Loss) -> dict[str, float]:
+        """Accumulate the gradients; return the loss and its metrics, summed over the step."""
+        self.num_forward_passes += len(microbatches)
+        metrics = pipeline.forward_backward(
+            self.chunks, microbatches, self._token_logprobs, self.shape.vocab_size, loss
+        )
+        return self._reduce(metrics, ["loss", *loss.metric_names])
+
+    def _name_culprit(self, sequences: Sequence[TokenSequence], loss: pipeline.Loss) -> str:
+        """Say which sample is not finite, and which rank computes its loss. Spoils the gradients."""
+
+        def is_finite(some: Sequence[TokenSequence]) -> bool:
+            self._zero_gradients()
+            total = self._forward_backward(self._microbatches(some), loss)["loss"]
+            return math.isfinite(total) and math.isfinite(gradient_norm(self.optimizer))
+
+        culprit = find_culprit(sequences, is_finite)
+        if culprit is None:
+            return "no sample is so alone"
+        here = any(span.sequence == culprit for m in self._microbatches(sequences) for span in m.spans)
+        rank = torch.tensor(dist.get_rank() if here and self.place.is_last_stage else -1, device=self.device)
+        dist.all_reduce(rank, op=dist.ReduceOp.MAX)
+        return f"so is {sequences[culprit].name or f'sequence {culprit}'} alone, whose loss is computed on rank {int(rank)}"
 
     def _update(self) -> None:
         self.scheduler.step(1)  # sets the rate of the step that follows

@@ -1,4 +1,4 @@
-"""Megatron's DDP wrapper, AdamW and learning rate schedule from our settings; clipping with a check for non-finite gradients."""
+"""Megatron's DDP wrapper, AdamW and learning rate schedule from our settings; the gradients' norm and clipping."""
 
 import math
 from collections.abc import Sequence
@@ -13,10 +13,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
 from a3po_megatron.config.schema import ActorConfig, OptimizerConfig
-
-
-class NonFiniteError(RuntimeError):
-    """The loss or a gradient is NaN or infinite; nothing has been updated."""
 
 
 def wrap_chunks(
@@ -81,17 +77,15 @@ def build_scheduler(optimizer: ChainedOptimizer, settings: OptimizerConfig) -> O
     )
 
 
-def clip_and_check(optimizer: ChainedOptimizer, max_norm: float) -> float:
-    """Scale gradients down to the global norm `max_norm` (0: leave them) and return the norm before that.
-
-    Raises NonFiniteError, with nothing updated, when a gradient is NaN or infinite.
-    """
+def gradient_norm(optimizer: ChainedOptimizer) -> float:
+    """Return the global norm of the gradients, before clipping; infinite or NaN when one of them is."""
     found_inf = optimizer.prepare_grads()
-    norm = float(optimizer.get_grad_norm())
-    if found_inf or not math.isfinite(norm):
-        raise NonFiniteError(f"the gradient norm is {norm}")
+    return math.inf if found_inf else float(optimizer.get_grad_norm())
+
+
+def clip_gradients(optimizer: ChainedOptimizer, max_norm: float, norm: float) -> None:
+    """Scale gradients of the global norm `norm` down to `max_norm` (0: leave them)."""
     if max_norm > 0:
         for part in optimizer.chained_optimizers:
             if parameters := part.get_parameters():
                 clip_grad_by_total_norm_fp32(parameters, max_norm, norm)
-    return norm

@@ -6,7 +6,7 @@ caller. The schedule comes from megatron/core/pipeline_parallel/schedules.py.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -27,23 +27,37 @@ class Loss(Protocol):
     def metric_names(self) -> tuple[str, ...]:
         """Names of the metrics it returns, the same on every rank."""
 
-    def __call__(self, logprobs: Tensor, trainable: Tensor, fields: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether it must be called with the entropy of each token's distribution."""
+
+    @property
+    def counts(self) -> Literal["tokens", "sequences"]:
+        """What the denominator counts."""
+
+    def __call__(
+        self, logprobs: Tensor, trainable: Tensor, fields: Mapping[str, Tensor], entropy: Tensor | None
+    ) -> tuple[Tensor, Metrics]:
         """Return the scalar loss, a sum over trainable tokens, and the metrics; all arguments are [b, s]."""
 
 
 def forward_backward(
     chunks: Sequence[torch.nn.Module], microbatches: Sequence[Microbatch], processor: Any, vocab_size: int, loss: Loss
 ) -> list[Metrics]:
-    """Accumulate the gradient of `loss` over the microbatches and divide it by the global count of trainable tokens.
+    """Accumulate the gradient of `loss` over the microbatches and divide it, once, by the count of the step.
 
-    Returns each microbatch's metrics on the last pipeline stage, `loss` among them, and nothing on the other stages.
+    The count is of trainable tokens or of sequences (`loss.counts`), over all microbatches and ranks: each reports its own,
+    megatron adds up and divides. Returns each microbatch's metrics on the last pipeline stage, `loss` among them, and
+    nothing on the other stages.
     """
 
     def finish(microbatch: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Metrics]:
         to = partial(_to_device, device=output.device)
         trainable = to(microbatch.trainable)
-        total, metrics = loss(output, trainable, {name: to(values) for name, values in microbatch.fields.items()})
-        return total, trainable.sum().int(), {"loss": total.detach(), **metrics}
+        fields = {name: to(values) for name, values in microbatch.fields.items()}
+        total, metrics = loss(output, trainable, fields, None)
+        count = microbatch.num_tokens if loss.counts == "tokens" else microbatch.num_sequences
+        return total, torch.tensor(count, dtype=torch.int32, device=output.device), {"loss": total.detach(), **metrics}
 
     return _run(chunks, microbatches, processor, vocab_size, finish, forward_only=False)
 

@@ -38,6 +38,7 @@ class TokenSequence:
     tokens: NDArray[np.int64]  # [n], n >= 2
     trainable: NDArray[np.bool_]  # [n]; entry 0 must be False, nothing predicts the first token
     fields: Mapping[str, Array] = field(default_factory=dict)  # further per-token values, [n] each
+    name: str = ""  # for people
 
     def __post_init__(self) -> None:
         lengths = {len(self.tokens), len(self.trainable), *(len(values) for values in self.fields.values())}
@@ -67,7 +68,7 @@ class Microbatch:
     positions: NDArray[np.int64]  # [b, s], from 0 in each sequence
     labels: NDArray[np.int64]  # [b, s]
     trainable: NDArray[np.bool_]  # [b, s]
-    fields: dict[str, Array]  # [b, s] each
+    fields: dict[str, Array]  # [b, s] each; `sequence` int64: the position's sequence in this microbatch, 0 in padding
     cu_seqlens: (
         NDArray[np.int32] | None
     )  # [sequences + 1] boundaries along s when packed, padding as a sequence; else None
@@ -213,13 +214,15 @@ def _fill(
     tokens, labels = (np.zeros(size, np.int64) for _ in range(2))
     trainable = np.zeros(size, np.bool_)
     fields = {name: np.zeros(size, values.dtype) for name, values in (sequences[0].fields if sequences else {}).items()}
-    for span in spans:
+    fields["sequence"] = np.zeros(size, np.int64)
+    for number, span in enumerate(spans):
         sequence = sequences[span.sequence]
         here = (span.row, slice(span.start, span.start + span.length))
         shifted = (span.row, slice(span.start, span.start + span.length - 1))
         tokens[here] = sequence.tokens
         labels[shifted] = sequence.tokens[1:]
         trainable[shifted] = sequence.trainable[1:]
+        fields["sequence"][here] = number
         for name, values in sequence.fields.items():
             fields[name][shifted] = values[1:]
     starts = _boundaries(cu_seqlens, size[1])

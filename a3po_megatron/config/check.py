@@ -1,9 +1,9 @@
 """The one validation pass: refuses settings that contradict each other or the model. Changes nothing."""
 
+from a3po_megatron.config.check_algorithm import check_algorithm
 from a3po_megatron.config.model_shape import ModelShape
 from a3po_megatron.config.schema import (
     ActorConfig,
-    AlgorithmConfig,
     ArithmeticTaskConfig,
     ModelConfig,
     OptimizerConfig,
@@ -46,6 +46,10 @@ def check_train(config: TrainConfig, shape: ModelShape) -> None:
     check_actor(config.actor, shape)
     check_optimizer(config.optimizer)
     check_algorithm(config.algorithm)
+    if not config.advantage.std_floor > 0:
+        raise UserError(
+            f"advantage.std_floor={config.advantage.std_floor}: the smallest std that is divided by, above 0"
+        )
     if config.data.task == "arithmetic":
         check_task(config.data.arithmetic, "data.arithmetic", shape)
     _check_method(config)
@@ -59,22 +63,6 @@ def check_train(config: TrainConfig, shape: ModelShape) -> None:
         raise UserError(
             f"actor.timeout_s={config.actor.timeout_s} is below rollout.transfer_timeout_s="
             f"{config.rollout.transfer_timeout_s}: the other ranks wait while rank 0 sends weights; make it as long"
-        )
-
-
-def check_algorithm(algorithm: AlgorithmConfig) -> None:
-    """Check the objective's own numbers."""
-    _at_least("algorithm.num_minibatches", algorithm.num_minibatches, 1)
-    if not 0 < algorithm.clip_low <= 1:
-        raise UserError(
-            f"algorithm.clip_low={algorithm.clip_low}: above 0 and at most 1, where nothing is clipped below"
-        )
-    if not algorithm.clip_high > 0:
-        raise UserError(f"algorithm.clip_high={algorithm.clip_high}: must be above 0")
-    if algorithm.behavior_weight_cap != 0 and not algorithm.behavior_weight_cap >= 1:
-        raise UserError(
-            f"algorithm.behavior_weight_cap={algorithm.behavior_weight_cap}: at least 1, the weight of fresh data, "
-            "or 0 for no cap"
         )
 
 

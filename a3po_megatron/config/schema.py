@@ -1,11 +1,14 @@
 """Every setting there is, as frozen dataclasses: names, types, defaults and what each one means.
 
-This file holds data only. `load.py` reads YAML and dotted overrides into these classes, `check.py` refuses values that
-contradict each other; nothing is changed or filled in afterwards. Imports no torch, so `--help` answers at once.
+This file holds data only, and `algorithm.py` that of the section `algorithm`. `load.py` reads YAML and dotted overrides into
+these classes, `check.py` refuses values that contradict each other; nothing is changed or filled in afterwards. Imports no
+torch, so `--help` answers at once.
 """
 
 from dataclasses import dataclass, field
 from typing import Literal
+
+from a3po_megatron.config.algorithm import AlgorithmConfig
 
 
 @dataclass(frozen=True)
@@ -202,17 +205,14 @@ class PretrainConfig:
 
 
 @dataclass(frozen=True)
-class AlgorithmConfig:
-    """The objective: which proximal policy, and where ratios are clipped and weights capped. See docs and `objective/`."""
+class AdvantageConfig:
+    """How a sample's reward becomes its advantage. See `batching/advantages.py`."""
 
-    # loglinear: A-3PO, interpolated between behaviour and current policy; recompute: an extra forward pass a batch;
-    # behavior: the behaviour policy itself (PPO on stale data); sync: the same, on data of staleness 0 only
-    method: Literal["loglinear", "recompute", "sync", "behavior"] = "loglinear"
-    fresh_anchor: Literal["behavior", "target"] = "behavior"  # of loglinear: the anchor of tokens of staleness 0
-    num_minibatches: int = 4  # optimizer steps a batch
-    clip_low: float = 0.2  # the ratio to the proximal policy is clipped to [1 - clip_low, 1 + clip_high]
-    clip_high: float = 0.2
-    behavior_weight_cap: float = 5.0  # largest pi_prox / pi_behav that weighs a token; 0: no cap
+    baseline: Literal["mean", "leave_one_out"] = "mean"  # of the whole group, or of the other members
+    scale: Literal["group_std", "none"] = "group_std"  # none: mean only (Dr. GRPO), rewards keep their size
+    std_floor: float = 1e-3  # smallest std that is divided by
+    normalize_batch: bool = False  # afterwards to mean 0 and std 1 over the tokens of the batch
+    overlong_filtering: bool = False  # True: a sample cut off at max_response_tokens is neither trained nor counted
 
 
 @dataclass(frozen=True)
@@ -225,6 +225,7 @@ class TrainConfig:
     actor: ActorConfig = field(default_factory=ActorConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     controller: ControllerConfig = field(default_factory=ControllerConfig)
     data: DataConfig = field(default_factory=DataConfig)

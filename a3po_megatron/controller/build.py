@@ -37,6 +37,7 @@ def build_controller(config: TrainConfig, token: str) -> Controller:
         source=PromptSource(data.train, config.run.seed),
         heldout=heldout,
         reward=build_reward(config.reward, data.decode_answer),
+        advantage=config.advantage,
         reshuffle_rewards=reshuffle if config.reward.shuffle else None,
         sampling=SamplingSettings.from_config(config.rollout),
         greedy=SamplingSettings.from_config(config.rollout, evaluation=True),

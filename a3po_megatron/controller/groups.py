@@ -8,7 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
-from a3po_megatron.batching.advantages import group_advantages
+from a3po_megatron.batching.advantages import batch_advantages
+from a3po_megatron.config.schema import AdvantageConfig
 from a3po_megatron.data.source import Draw
 from a3po_megatron.records import Batch, Float32, Group, Int32, Problem, Sample
 from a3po_megatron.reward.base import RewardFunction
@@ -90,7 +91,9 @@ async def score(reward: RewardFunction, problem: Problem, samples: Sequence[Samp
     return np.asarray(values, dtype=np.float32)
 
 
-def batch_of(groups: Sequence[Group], reshuffle: Callable[[Float32], Float32] | None = None) -> Batch:
+def batch_of(
+    groups: Sequence[Group], settings: AdvantageConfig, reshuffle: Callable[[Float32], Float32] | None = None
+) -> Batch:
     """Return the groups' samples end to end with their advantages, each computed within its own group.
 
     `reshuffle` maps the rewards of the whole batch [samples] before the advantages are taken (the negative control).
@@ -99,6 +102,6 @@ def batch_of(groups: Sequence[Group], reshuffle: Callable[[Float32], Float32] | 
     if reshuffle is not None:
         rewards = reshuffle(rewards)
     ends = np.cumsum([len(group.samples) for group in groups])[:-1]
-    advantages = np.concatenate([group_advantages(part) for part in np.split(rewards, ends)])
+    advantages, kept = batch_advantages(groups, np.split(rewards, ends), settings)
     samples = tuple(sample for group in groups for sample in group.samples)
-    return Batch(samples, rewards, advantages)
+    return Batch(samples, rewards, advantages, kept)

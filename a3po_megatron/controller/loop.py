@@ -200,7 +200,9 @@ class Controller:
     def _make_batch(self, version: int) -> Batch:
         reshuffle = self.parts.reshuffle_rewards
         groups = self.buffer.take()
-        batch = batch_of(groups, None if reshuffle is None else lambda rewards: reshuffle(rewards, version))
+        batch = batch_of(
+            groups, self.parts.advantage, None if reshuffle is None else lambda rewards: reshuffle(rewards, version)
+        )
         metrics = batch_metrics(batch, version, self.config.max_staleness, self.config.samples_per_prompt)
         now = time.monotonic()
         self._first_batch_at = self._first_batch_at or now

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from a3po_megatron.config.schema import AdvantageConfig
 from a3po_megatron.controller.groups import Generator
 from a3po_megatron.controller.rows import RunFiles
 from a3po_megatron.data.source import PromptSource
@@ -53,6 +54,7 @@ class Parts:
     source: PromptSource
     heldout: Sequence[Problem]  # empty: no evaluation
     reward: RewardFunction
+    advantage: AdvantageConfig
     reshuffle_rewards: Callable[[Float32, int], Float32] | None  # (rewards of a batch, its index) -> rewards
     sampling: SamplingSettings  # of training; every request gets a seed of its own
     greedy: SamplingSettings  # of evaluation

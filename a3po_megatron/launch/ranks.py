@@ -37,6 +37,12 @@ def exit_code_of(main: Callable[[], int]) -> int:
         return USER_ERROR_EXIT_CODE
 
 
+def become_only_rank() -> None:
+    """Set torchrun's environment for an actor that is alone, in this process: for benchmarks and tools."""
+    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    os.environ.update({name: str(value) for name, value in alone.items()})
+
+
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])

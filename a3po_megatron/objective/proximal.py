@@ -2,69 +2,87 @@
 
     L = - b * min(r * A, clip(r) * A)        r = pi_theta / pi_prox,  b = pi_prox / pi_behav
 
-Each class here is one choice of pi_prox, a function (policy_logprobs, fields) -> proximal_logprobs of [b, s] tensors,
-without gradient. Fields: `behavior_logprobs` float, `staleness` int (d = version of the actor's weights - version that
-sampled the token), and for `RecomputedProximal` also `proximal_logprobs` float.
+Each class here is one choice of pi_prox, a function (policy_logprobs, fields, context) -> proximal_logprobs of [b, s]
+tensors, without gradient. Fields: `behavior_logprobs` float, `staleness` int (d = version of the actor's weights - version
+that sampled the token), and those that `needs` names.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-FreshAnchor = Literal["behavior", "target"]
+from a3po_megatron.objective.alpha import AlphaSchedule, InverseAlpha, StepContext
+
+START = StepContext()
+PROXIMAL_FIELD = frozenset({"proximal_logprobs"})
 
 
 class Proximal(Protocol):
     """What the policy loss asks of a proximal policy."""
 
-    def __call__(self, policy_logprobs: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
+    def needs(self, context: StepContext) -> frozenset[str]:
+        """Return the fields that this optimizer step needs beside the usual ones."""
+
+    def __call__(self, policy_logprobs: Tensor, fields: Mapping[str, Tensor], context: StepContext = START) -> Tensor:
         """Return log pi_prox [b, s], without gradient."""
 
 
 @dataclass(frozen=True)
 class LogLinearProximal:
-    """A-3PO: log pi_prox = alpha log pi_behav + (1 - alpha) stop_grad(log pi_theta), with alpha = 1/d.
+    """A-3PO: log pi_prox = alpha log pi_behav + (1 - alpha) stop_grad(log pi_theta), alpha by the token's staleness.
 
     No forward pass, no collective, and no tensor larger than [b, s]. Since r = w^alpha and b = w^(1 - alpha) for
     w = pi_theta / pi_behav, the product b r = w whatever alpha is: alpha only moves the clip and cap boundaries.
     """
 
-    fresh_anchor: FreshAnchor = "behavior"
+    schedule: AlphaSchedule = field(default_factory=InverseAlpha)
 
-    def __call__(self, policy_logprobs: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
+    def needs(self, context: StepContext) -> frozenset[str]:
+        """Return the fields that this optimizer step needs beside the usual ones: none."""
+        return frozenset()
+
+    def __call__(self, policy_logprobs: Tensor, fields: Mapping[str, Tensor], context: StepContext = START) -> Tensor:
         """Return log pi_prox [b, s], without gradient."""
-        alpha = inverse_alpha(fields["staleness"], self.fresh_anchor).to(policy_logprobs.dtype)
+        alpha = self.schedule(fields["staleness"], context).to(policy_logprobs.dtype)
         return interpolate(alpha, fields["behavior_logprobs"], policy_logprobs.detach())
 
 
+@dataclass(frozen=True)
 class BehaviorProximal:
     """pi_prox = pi_behav: b = 1 and r = w, plain PPO; on stale data its clip hits tokens for their age."""
 
-    def __call__(self, policy_logprobs: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
+    def needs(self, context: StepContext) -> frozenset[str]:
+        """Return the fields that this optimizer step needs beside the usual ones: none."""
+        return frozenset()
+
+    def __call__(self, policy_logprobs: Tensor, fields: Mapping[str, Tensor], context: StepContext = START) -> Tensor:
         """Return log pi_prox [b, s], without gradient."""
         return fields["behavior_logprobs"]
 
 
+@dataclass(frozen=True)
 class RecomputedProximal:
-    """pi_prox = the policy at the start of the batch, from the extra forward pass that A-3PO saves."""
+    """pi_prox = the policy at the start of the batch, from the extra forward pass that A-3PO saves.
 
-    def __call__(self, policy_logprobs: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
-        """Return log pi_prox [b, s], without gradient."""
-        return fields["proximal_logprobs"]
-
-
-def inverse_alpha(staleness: Tensor, fresh_anchor: FreshAnchor) -> Tensor:
-    """Return alpha(d) in float64, of the shape of `staleness`: 1/d for d >= 1.
-
-    For d = 0 the sources disagree: `behavior` gives alpha = 1 (plain clipped PPO, the paper's second version), `target`
-    gives alpha = 0 (r is identically 1, nothing clips). Tokens newer than the actor (d < 0, after a resume) are
-    anchored at the behaviour policy: alpha = 1.
+    `reuse_first_forward`: the batch's first optimizer step starts from those very weights, so its own training forward is
+    that policy, and its tokens need no extra pass. Nothing else changes.
     """
-    alpha = 1.0 / staleness.clamp(min=1).double()
-    return alpha.masked_fill(staleness == 0, 0.0) if fresh_anchor == "target" else alpha
+
+    reuse_first_forward: bool = False
+
+    def needs(self, context: StepContext) -> frozenset[str]:
+        """Return the fields that this optimizer step needs beside the usual ones."""
+        return frozenset() if self._reuses(context) else PROXIMAL_FIELD
+
+    def __call__(self, policy_logprobs: Tensor, fields: Mapping[str, Tensor], context: StepContext = START) -> Tensor:
+        """Return log pi_prox [b, s], without gradient."""
+        return policy_logprobs.detach() if self._reuses(context) else fields["proximal_logprobs"]
+
+    def _reuses(self, context: StepContext) -> bool:
+        return self.reuse_first_forward and context.index == 0
 
 
 def interpolate(alpha: Tensor, behavior_logprobs: Tensor, policy_logprobs: Tensor) -> Tensor:

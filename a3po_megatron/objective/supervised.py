@@ -2,18 +2,22 @@
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
+
+from a3po_megatron.objective.aggregation import Counts
+from a3po_megatron.objective.masked import sum_where
 
 
 class SupervisedLoss:
     """L = - sum over trainable tokens of log pi_theta(token); the caller divides by their number."""
 
     metric_names: tuple[str, ...] = ()
+    needs: frozenset[str] = frozenset()
+    needs_entropy = False
+    counts: Counts = "tokens"
 
     def __call__(
-        self, logprobs: Tensor, trainable: Tensor, fields: Mapping[str, Tensor]
+        self, logprobs: Tensor, trainable: Tensor, fields: Mapping[str, Tensor], entropy: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the scalar sum and no metrics, for float32 [b, s] log-probabilities and bool [b, s] `trainable`."""
-        # float64: the sum of many float32 terms would lose the digits that two layouts are compared by.
-        return -torch.where(trainable, logprobs, 0.0).sum(dtype=torch.float64), {}
+        return -sum_where(trainable, logprobs), {}

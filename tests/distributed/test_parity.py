@@ -10,7 +10,7 @@ from a3po_megatron.actor import pipeline
 from a3po_megatron.actor.actor import Actor
 from a3po_megatron.actor.hf_weights import export_weights
 from a3po_megatron.actor.logprobs import token_logprobs
-from a3po_megatron.actor.optimizer import NonFiniteError
+from a3po_megatron.actor.nonfinite import NonFiniteError
 from a3po_megatron.batching.packing import TokenSequence
 from a3po_megatron.objective.supervised import SupervisedLoss
 from tests.distributed.layouts import (

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +12,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
 
 from a3po_megatron.actor import parallel, publish, training
 from a3po_megatron.actor.actor import Actor
 from a3po_megatron.actor.batch_step import BatchStep
 from a3po_megatron.actor.hf_folder import HFFolder
 from a3po_megatron.actor.hf_mapping import hf_shapes
-from a3po_megatron.actor.optimizer import NonFiniteError
-from a3po_megatron.batching.minibatches import split_minibatches, training_batch
-from a3po_megatron.batching.packing import TokenSequence
+from a3po_megatron.actor.nonfinite import NonFiniteError
+from a3po_megatron.actor.reference import ReferenceWeights
 from a3po_megatron.checkpoint_folder import newest_complete
+from a3po_megatron.config.algorithm import BehaviorWeightConfig
 from a3po_megatron.config.model_shape import read_model_shape
 from a3po_megatron.config.schema import (
     ActorConfig,
@@ -34,12 +34,13 @@ from a3po_megatron.config.schema import (
 )
 from a3po_megatron.controller.link import ControllerError
 from a3po_megatron.controller.messages import WeightManifest
-from a3po_megatron.records import Batch, Sample
+from a3po_megatron.objective.supervised import SupervisedLoss
+from a3po_megatron.records import Batch
+from tests.distributed.batches import MAX_STALENESS, SEED, TOKENS, make_batch
 from tests.distributed.layouts import (
     OPTIMIZER,
     Layout,
     Model,
-    OracleTrainer,
     build_actor,
     oracle_logprobs,
     random_sequences,
@@ -48,111 +49,8 @@ from tests.distributed.layouts import (
 
 TOLERANCE = 1e-5  # as in test_parity.py
 QWEN, TIED = Model("qwen3"), Model("qwen3", tied=True)
-TOKENS = {
-    "max_tokens_per_microbatch": 32
-}  # several microbatches a step where data parallelism leaves more than a few sequences
-LAYOUTS = [
-    Layout(),
-    Layout(tp=2, pp=2, sp=True),
-    Layout(pp=4),
-    Layout(tp=2, pp=2, vpp=2, sp=True),
-    Layout(tp=2, options={"distributed_optimizer": True}),
-    Layout(pp=2, options={"packed": False}),
-    Layout(tp=2, sp=True, cp=2),
-    Layout(pp=2, cp=2),
-]
 METHODS = ["loglinear", "recompute", "behavior"]
-SETTINGS = AlgorithmConfig(num_minibatches=3, behavior_weight_cap=1.3)
-SEED, MAX_STALENESS = 11, 4
-
-
-def make_batch(model: PreTrainedModel, version: int, shift: float = 0.4) -> Batch:
-    """Return 8 samples of mixed staleness 0..5; stale behaviour log-probs are off by `shift`, fresh ones are exact."""
-    rng = np.random.default_rng(version)
-    samples = []
-    for index in range(8):
-        prompt, response = (rng.integers(0, 131, rng.integers(1, size)).astype(np.int32) for size in (5, 10))
-        versions = np.sort(version - rng.integers(0, 6, len(response))).astype(np.int32)
-        tokens = np.concatenate([prompt, response]).astype(np.int64)
-        with torch.no_grad():
-            exact = oracle_logprobs(model, TokenSequence(tokens, np.zeros(len(tokens), np.bool_))).numpy()
-        noise = np.where(versions == version, 0, shift * rng.standard_normal(len(response)))
-        logprobs = (exact[len(prompt) - 1 :] + noise).astype(np.float32)
-        samples.append(Sample(str(index), prompt, response, logprobs, versions, "stop"))
-    advantages = rng.standard_normal(8).astype(np.float32)
-    return Batch(tuple(samples), advantages, advantages)
-
-
-def reference_row(trainer: OracleTrainer, batch: Batch, version: int, settings: AlgorithmConfig) -> dict[str, float]:
-    """Train the batch in plain autograd, sequence by sequence, with the paper's equations; return means over steps."""
-    model = trainer.model
-    whole = training_batch(batch, version, MAX_STALENESS)
-    with torch.no_grad():
-        start = {id(s): oracle_logprobs(model, s) for s in whole.sequences}  # the policy at the start of the batch
-    losses, norms, clipped, num_tokens = [], [], 0, 0
-    for minibatch in split_minibatches(whole.sequences, settings.num_minibatches, SEED, version):
-        trainer.optimizer.zero_grad()
-        count, total = sum(int(s.trainable.sum()) for s in minibatch), torch.zeros(())
-        for s in minibatch:
-            here = torch.tensor(s.trainable[1:])
-            policy, prox0 = oracle_logprobs(model, s)[here], start[id(s)][here]
-            behavior, d, a = (
-                torch.tensor(s.fields[name][1:])[here] for name in ("behavior_logprobs", "staleness", "advantages")
-            )
-            alpha = 1 / d.clamp(min=1)
-            prox = {
-                "loglinear": alpha * behavior + (1 - alpha) * policy.detach(),
-                "recompute": prox0,
-                "behavior": behavior,
-            }[settings.method]
-            r, b = (policy - prox).exp(), (prox - behavior).exp()
-            low, high = 1 - settings.clip_low, 1 + settings.clip_high
-            total = total - (b.clamp(max=settings.behavior_weight_cap) * torch.min(r * a, r.clamp(low, high) * a)).sum()
-            clipped += int((r.clamp(low, high) * a < r * a).sum())
-        (total / count).backward()
-        num_tokens += count
-        losses.append(total.item() / count)
-        norms.append(trainer.step())
-    return {
-        "loss": float(np.mean(losses)),
-        "grad_norm": float(np.mean(norms)),
-        "policy/clip_fraction": clipped / num_tokens,
-    }
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_two_batches_of_three_minibatches_equal_plain_autograd(
-    method: str, layout: Layout, shared_folder: Path
-) -> None:
-    _check_two_batches(method, layout, shared_folder)
-
-
-@pytest.mark.ranks(1)
-@pytest.mark.parametrize("method", METHODS)
-def test_two_batches_of_three_minibatches_equal_plain_autograd_on_one_rank(method: str, shared_folder: Path) -> None:
-    _check_two_batches(method, Layout(), shared_folder)
-
-
-def _check_two_batches(method: Any, layout: Layout, folder: Path) -> None:
-    oracle = QWEN.build()
-    actor = build_actor(save_model(oracle, folder), layout.config(**TOKENS))
-    trainer = OracleTrainer(oracle)
-    settings = replace(SETTINGS, method=method)
-    batch_step = BatchStep(actor, settings, MAX_STALENESS, SEED)
-    for version in (5, 6):
-        batch = make_batch(oracle, version)
-        expected = reference_row(trainer, batch, version, settings)
-        row = batch_step.train(batch, version)
-        for name, value in expected.items():
-            assert row[name] == pytest.approx(value, abs=TOLERANCE), name
-        assert row["optimizer_steps"] == 3
-        assert row["parity/logprob_max_abs"] is not None
-        assert row["parity/logprob_max_abs"] < TOLERANCE
-        assert 0 <= row["time/prox_s"] <= row["time/step_s"]
-    for name, tensor in actor.export_weights():
-        torch.testing.assert_close(tensor.cpu(), oracle.get_parameter(name).detach(), atol=TOLERANCE, rtol=0)
-    actor.close()
+SETTINGS = AlgorithmConfig(num_minibatches=3, behavior_weight=BehaviorWeightConfig(cap=1.3))
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2, sp=True), Layout(pp=2, vpp=2)], ids=str)
@@ -303,18 +201,75 @@ def test_the_loop_publishes_each_version_reports_each_step_and_leaves_model_and_
         assert losses[0] == losses[1]
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_before_anything_is_published(shared_folder: Path) -> None:
+@pytest.mark.parametrize("layout", [Layout(tp=2, pp=2), Layout(pp=2)], ids=str)
+def test_a_loss_that_is_not_finite_names_its_sample_and_ends_the_run_before_anything_is_published(
+    layout: Layout, shared_folder: Path
+) -> None:
     oracle = QWEN.build()
     model = save_model(oracle, shared_folder / "model")
     batch = make_batch(oracle, 0)
-    spoilt = replace(batch, advantages=np.full_like(batch.advantages, np.nan))
-    config = train_config(shared_folder, model, Layout(tp=2, pp=2).config(**TOKENS))
+    spoilt = replace(batch, advantages=np.where(np.arange(8) == 5, np.nan, batch.advantages).astype(np.float32))
+    config = train_config(shared_folder, model, layout.config(**TOKENS))
     link = FakeLink([spoilt]) if dist.get_rank() == 0 else None
-    with pytest.raises(NonFiniteError, match="batch of version 0, minibatch 0: the loss is nan; not published"):
+    with pytest.raises(NonFiniteError) as failure:
         training.train(config, read_model_shape(model), link)
+    assert re.fullmatch(
+        r"batch of version 0, optimizer step \d: the loss is nan, the gradient norm (nan|inf); "
+        r"so is sample 5 of the batch \(problem '5'\) alone, whose loss is computed on rank [123]; not published",
+        str(failure.value),
+    )
     if link:
         assert link.calls == ["batch 0"]
     parallel.destroy()
+
+
+class InfiniteGradient:
+    """A loss that is finite where its gradient is not: sqrt at 0, for sequences that start with a marked token."""
+
+    metric_names = ()
+
+    def __call__(self, logprobs: torch.Tensor, trainable: torch.Tensor, fields: Any) -> Any:
+        zeros = (logprobs - logprobs.detach()).clamp(min=0)
+        marked = trainable & (fields["marked"] > 0)
+        return torch.where(trainable, logprobs + torch.where(marked, zeros, 1.0).sqrt(), 0.0).sum(), {}
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2, sp=True)], ids=str)
+def test_a_gradient_that_is_not_finite_stops_before_the_optimizer_and_names_its_sample(
+    layout: Layout, shared_folder: Path
+) -> None:
+    oracle = QWEN.build()
+    actor = build_actor(save_model(oracle, shared_folder), layout.config(**TOKENS))
+    sequences = [
+        replace(s, fields={"marked": np.full(len(s.tokens), int(i == 4))}, name=f"number {i}")
+        for i, s in enumerate(random_sequences())
+    ]
+    with pytest.raises(NonFiniteError, match="so is number 4 alone"):
+        actor.train_step(sequences, InfiniteGradient())
+    for name, tensor in actor.export_weights():
+        assert torch.equal(tensor.cpu(), oracle.get_parameter(name).detach())
+    actor.close()
+
+
+def test_reference_weights_take_the_models_place_and_leave_it_bit_for_bit(shared_folder: Path) -> None:
+    oracle, sequences = QWEN.build(), random_sequences()
+    options = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    actor = build_actor(save_model(oracle, shared_folder), Layout(tp=2, options=options).config(**TOKENS))
+    reference = ReferenceWeights(actor)
+    actor.train_step(sequences, SupervisedLoss())
+    trained = {name: tensor.clone() for name, tensor in actor.export_weights()}
+    with reference.in_place():
+        found = actor.logprobs(sequences)
+        for name, tensor in actor.export_weights():
+            assert torch.equal(tensor.cpu(), oracle.get_parameter(name).detach())
+    for index, logprobs in found.items():
+        expected = oracle_logprobs(oracle, sequences[index]).detach()
+        torch.testing.assert_close(torch.tensor(logprobs), expected, atol=TOLERANCE, rtol=0)
+    for name, tensor in actor.export_weights():
+        assert torch.equal(tensor, trained[name])
+        assert not torch.equal(tensor.cpu(), oracle.get_parameter(name).detach())
+    actor.train_step(sequences, SupervisedLoss())  # the optimizer still knows its parameters
+    actor.close()
 
 
 class BrokenSender(FakeSender):

@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from a3po_megatron import wire
-from a3po_megatron.config.schema import ArithmeticTaskConfig, ControllerConfig
+from a3po_megatron.config.schema import AdvantageConfig, ArithmeticTaskConfig, ControllerConfig
 from a3po_megatron.controller.app import create_app
 from a3po_megatron.controller.loop import Controller
 from a3po_megatron.controller.parts import Parts
@@ -49,6 +49,7 @@ def make_controller(
         source=PromptSource(task.problems(task.train_questions[:7]), seed),
         heldout=task.problems(task.heldout_questions[: config.max_eval_problems]),
         reward=exact_match,
+        advantage=AdvantageConfig(),
         reshuffle_rewards=(lambda rewards, index: shuffled_rewards(rewards, seed, index)) if shuffle else None,
         sampling=SamplingSettings(temperature=1.0, max_tokens=4),
         greedy=SamplingSettings(temperature=0.0, max_tokens=4, evaluation=True),

@@ -27,7 +27,7 @@ def config_file(tmp_path: Path) -> str:
         (["algorithm.num_minibatches=500"], "algorithm.num_minibatches=500: a batch has only 256 samples"),
         (["algorithm.clip_low=0"], "algorithm.clip_low=0.0: above 0 and at most 1"),
         (["algorithm.clip_high=-0.1"], "algorithm.clip_high=-0.1: must be above 0"),
-        (["algorithm.behavior_weight_cap=0.5"], "algorithm.behavior_weight_cap=0.5: at least 1"),
+        (["algorithm.behavior_weight.cap=0.5"], "algorithm.behavior_weight.cap=0.5: at least 1"),
         (["algorithm.methd=sync"], "did you mean 'algorithm.method'?"),
         (["model.init=random"], "model.init=random: the rollout servers load the weights of model.path"),
         (["rollout.dtype=bfloat16"], "rollout.dtype=bfloat16 differs from actor.dtype=float32"),

@@ -1,8 +1,10 @@
 """Batches become aligned sequences, and minibatches that every rank deals alike."""
 
+from dataclasses import replace
+
 import numpy as np
 
-from a3po_megatron.batching.minibatches import split_minibatches, training_batch, with_proximal
+from a3po_megatron.batching.minibatches import split_minibatches, training_batch, with_logprobs
 from a3po_megatron.batching.packing import make_microbatches
 from a3po_megatron.records import Batch, Sample
 
@@ -15,7 +17,7 @@ def sample(prompt: list[int], response: list[int], versions: list[int]) -> Sampl
 
 def batch(*samples: Sample) -> Batch:
     size = len(samples)
-    return Batch(samples, np.ones(size, np.float32), np.arange(1, size + 1, dtype=np.float32))
+    return Batch(samples, np.ones(size, np.float32), np.arange(1, size + 1, dtype=np.float32), np.ones(size, np.bool_))
 
 
 def test_every_array_talks_about_the_same_token() -> None:
@@ -42,11 +44,26 @@ def test_tokens_older_than_the_bound_are_masked_and_counted_and_the_rest_of_the_
     whole = training_batch(batch(sample([1], [2, 3, 4], [3, 6, 8]), sample([1], [2], [2])), version=8, max_staleness=2)
     assert [sequence.trainable.tolist() for sequence in whole.sequences] == [[False, False, True, True], [False, False]]
     assert whole.num_overdue == 2
+    assert [set(s.fields["sequence_tokens"].tolist()) for s in whole.sequences] == [{2}, {0}]
+
+
+def test_a_filtered_sample_is_masked_and_counted_and_its_tokens_are_not_called_overdue() -> None:
+    both = batch(sample([1], [2, 3], [0, 0]), sample([1], [2, 3], [0, 0]))
+    whole = training_batch(replace(both, kept=np.array([False, True])), version=0, max_staleness=0)
+    assert [sequence.trainable.tolist() for sequence in whole.sequences] == [[False] * 3, [False, True, True]]
+    assert (whole.num_filtered, whole.num_overdue) == (1, 0)
 
 
 def test_tokens_newer_than_the_actor_are_trained_with_negative_staleness() -> None:
     whole = training_batch(batch(sample([1], [2, 3], [8, 9])), version=8, max_staleness=0)
     assert whole.staleness.tolist() == [0, -1]
+
+
+def test_tokens_newer_than_the_actor_are_masked_and_counted_where_that_is_asked_for() -> None:
+    whole = training_batch(batch(sample([1], [2, 3], [8, 9])), version=8, max_staleness=0, mask_newer=True)
+    assert whole.staleness.tolist() == [0]
+    assert (whole.num_newer, whole.num_overdue) == (1, 0)
+    assert whole.sequences[0].fields["sequence_tokens"].tolist() == [1, 1, 1]
 
 
 def test_an_empty_response_is_left_out_and_counted_and_the_advantages_stay_with_their_samples() -> None:
@@ -71,7 +88,7 @@ def test_minibatches_hold_every_sequence_once_and_depend_on_seed_and_version_onl
 
 def test_proximal_logprobs_stand_at_their_tokens_and_are_nan_where_unknown() -> None:
     (sequence,) = training_batch(batch(sample([1, 2], [3, 4], [0, 0])), version=0, max_staleness=0).sequences
-    known = with_proximal(sequence, np.array([-1, -2, -3], np.float32)).fields["proximal_logprobs"]
+    known = with_logprobs(sequence, "proximal_logprobs", np.array([-1, -2, -3], np.float32)).fields["proximal_logprobs"]
     assert np.isnan(known[0])
     assert known[1:].tolist() == [-1, -2, -3]
-    assert np.isnan(with_proximal(sequence, None).fields["proximal_logprobs"]).all()
+    assert np.isnan(with_logprobs(sequence, "proximal_logprobs", None).fields["proximal_logprobs"]).all()

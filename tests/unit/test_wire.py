@@ -19,7 +19,12 @@ def batch() -> Batch:
             "stop",
         )
 
-    return Batch((sample("a", 4), sample("b", 0)), np.ones(2, np.float32), np.array([-0.5, 0.5], np.float32))
+    return Batch(
+        (sample("a", 4), sample("b", 0)),
+        np.ones(2, np.float32),
+        np.array([-0.5, 0.5], np.float32),
+        np.array([True, False]),
+    )
 
 
 def test_a_batch_arrives_bit_for_bit() -> None:
@@ -31,6 +36,7 @@ def test_a_batch_arrives_bit_for_bit() -> None:
             np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name), strict=True)
     np.testing.assert_array_equal(sent.rewards, got.rewards, strict=True)
     np.testing.assert_array_equal(sent.advantages, got.advantages, strict=True)
+    np.testing.assert_array_equal(sent.kept, got.kept, strict=True)
 
 
 def test_a_message_of_another_shape_is_refused_by_the_name_of_its_field() -> None:

@@ -23,6 +23,7 @@ def test_the_shift_of_a_hand_made_example() -> None:
     assert microbatch.trainable.tolist() == [[True, True, False, True, False, False, False, False]]
     assert np.allclose(microbatch.fields["value"], [[0.8, 0.9, 0, 0.5, 0, 0, 0, 0]])
     assert microbatch.positions.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
+    assert microbatch.fields["sequence"].tolist() == [[0, 0, 0, 1, 1, 0, 0, 0]]
     assert microbatch.cu_seqlens is not None
     assert microbatch.cu_seqlens.tolist() == [0, 3, 5, 8]
 
@@ -34,6 +35,7 @@ def test_padded_rows_of_a_hand_made_example() -> None:
     assert microbatch.tokens.tolist() == [[7, 8, 9], [4, 5, 0]]
     assert microbatch.labels.tolist() == [[8, 9, 0], [5, 0, 0]]
     assert microbatch.trainable.tolist() == [[True, True, False], [True, False, False]]
+    assert microbatch.fields["sequence"].tolist() == [[0, 0, 0], [1, 1, 0]]
     assert microbatch.cu_seqlens is None
 
 

@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from a3po_megatron.objective.proximal import BehaviorProximal, LogLinearProximal, RecomputedProximal, inverse_alpha
+from a3po_megatron.objective.alpha import InverseAlpha, StepContext
+from a3po_megatron.objective.proximal import BehaviorProximal, LogLinearProximal, RecomputedProximal
+from tests.unit.objective.test_alpha import SCHEDULES
 
 LOGPROB = st.floats(-30.0, 0.0)
-STALENESS = st.integers(0, 64)
+STALENESS = st.integers(-2, 64)
 
 
 def loglinear(
@@ -21,7 +23,7 @@ def loglinear(
         "behavior_logprobs": torch.tensor([behavior], dtype=torch.float64),
         "staleness": torch.tensor([staleness]),
     }
-    return LogLinearProximal(fresh_anchor)(torch.tensor([policy], dtype=torch.float64), fields)[0]
+    return LogLinearProximal(InverseAlpha(fresh_anchor))(torch.tensor([policy], dtype=torch.float64), fields)[0]
 
 
 def test_worked_numbers_for_staleness_0_1_2_4_in_one_response() -> None:
@@ -30,12 +32,6 @@ def test_worked_numbers_for_staleness_0_1_2_4_in_one_response() -> None:
     assert prox.tolist() == [-4.0, -4.0, -3.0, -2.5]
     prox = loglinear([-4.0] * 4, [-2.0] * 4, [0, 1, 2, 4], fresh_anchor="target")
     assert prox.tolist() == [-2.0, -4.0, -3.0, -2.5]
-
-
-def test_alpha_is_per_token_in_a_response_that_was_interrupted_twice() -> None:
-    """Versions 5 5 | 6 | 8 at actor version 9."""
-    staleness = 9 - torch.tensor([[5, 5, 6, 8]])
-    assert inverse_alpha(staleness, "behavior").tolist() == [[0.25, 0.25, 1 / 3, 1.0]]
 
 
 @pytest.mark.parametrize("fresh_anchor", ["behavior", "target"])
@@ -51,8 +47,8 @@ def test_minus_infinity_on_the_side_that_does_not_count_gives_no_nan() -> None:
 def test_no_gradient_flows_through_the_anchor() -> None:
     policy = torch.tensor([[-2.0, -1.0]], requires_grad=True)
     fields = {"behavior_logprobs": torch.tensor([[-3.0, -1.5]]), "staleness": torch.tensor([[3, 0]])}
-    for fresh_anchor in ("behavior", "target"):
-        assert not LogLinearProximal(fresh_anchor)(policy, fields).requires_grad
+    for schedule in (*SCHEDULES.values(), InverseAlpha("target")):
+        assert not LogLinearProximal(schedule)(policy, fields).requires_grad
 
 
 def test_the_other_anchors_are_the_fields_themselves() -> None:
@@ -62,10 +58,27 @@ def test_the_other_anchors_are_the_fields_themselves() -> None:
     assert RecomputedProximal()(policy, fields) is fields["proximal_logprobs"]
 
 
-@settings(max_examples=200, deadline=None)
-@given(behavior=LOGPROB, policy=LOGPROB, staleness=STALENESS)
-def test_sandwich_the_anchor_lies_between_behavior_and_policy(behavior: float, policy: float, staleness: int) -> None:
-    prox = loglinear([behavior], [policy], [staleness]).item()
+def test_a_reused_first_forward_is_the_recomputed_policy_of_the_first_step_only() -> None:
+    proximal = RecomputedProximal(reuse_first_forward=True)
+    fields, policy = {"proximal_logprobs": torch.tensor([[-2.0]])}, torch.tensor([[-1.0]], requires_grad=True)
+    first, second = StepContext(0, 2), StepContext(1, 2)
+    assert proximal.needs(first) == frozenset()
+    assert proximal(policy, {}, first).tolist() == [[-1.0]]
+    assert not proximal(policy, {}, first).requires_grad
+    assert proximal.needs(second) == {"proximal_logprobs"}
+    assert proximal(policy, fields, second).tolist() == [[-2.0]]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(SCHEDULES)), behavior=LOGPROB, policy=LOGPROB, staleness=STALENESS, j=st.integers(0, 3)
+)  # fmt: skip
+def test_sandwich_the_anchor_lies_between_behavior_and_policy(
+    kind: str, behavior: float, policy: float, staleness: int, j: int
+) -> None:
+    of = {name: torch.tensor([value], dtype=torch.float64) for name, value in (("b", behavior), ("p", policy))}
+    fields = {"behavior_logprobs": of["b"], "staleness": torch.tensor([staleness])}
+    prox = LogLinearProximal(SCHEDULES[kind])(of["p"], fields, StepContext(j, 4, 1.7)).item()
     slack = 1e-12 * max(abs(behavior), abs(policy))
     assert min(behavior, policy) - slack <= prox <= max(behavior, policy) + slack
 
