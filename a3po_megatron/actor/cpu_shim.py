@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.overrides import TorchFunctionMode
@@ -33,6 +35,7 @@ def install() -> None:
     _redirect_torch_cuda()
     _redirect_random_state()
     _redirect_moe_dispatcher()
+    _redirect_uneven_gather()
     mode = _CudaArgumentsToCpu()
     mode.__enter__()
     _installed.append(mode)
@@ -75,6 +78,30 @@ def _redirect_moe_dispatcher() -> None:
 
     token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
     moe_utils.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+
+
+def _redirect_uneven_gather() -> None:
+    """Shards of an expert gather unequal numbers of tokens, which gloo refuses: here each part is added in its place."""
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_uneven(part: Any, group: Any, sizes: list[int] | None = None, use_global_buffer: bool = False) -> Any:
+        if sizes is None or group.size() == 1:
+            return gather(part, group, sizes, use_global_buffer)
+        parts = [part.new_zeros((size, *part.shape[1:])) for size in sizes]
+        parts[group.rank()] = part
+        whole = torch.cat(parts)
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    def scatter_uneven(whole: Any, group: Any, sizes: list[int] | None = None, use_global_buffer: bool = False) -> Any:
+        if sizes is None or group.size() == 1:
+            return scatter(whole, group, sizes, use_global_buffer)
+        total = whole.clone()
+        dist.all_reduce(total, group=group)
+        return total.split(sizes)[group.rank()]
+
+    mappings._gather_along_first_dim = gather_uneven
+    mappings._reduce_scatter_along_first_dim = scatter_uneven
 
 
 class _CudaArgumentsToCpu(TorchFunctionMode):

@@ -107,4 +107,9 @@ def _build_chunk(config: TransformerConfig, shape: ModelShape, device: torch.dev
         rotary_base=shape.rope_theta,
         vp_stage=vp_stage,
     )
+    for name, parameter in chunk.named_parameters():
+        # Experts have an optimizer of their own. megatron makes it only where their groups differ from the dense ones; with
+        # it in every layout, checkpoints have the same parts.
+        if ".experts." in name:
+            parameter.allreduce = False
     return chunk.to(device)

@@ -91,7 +91,7 @@ def _experts(path: Path, config: dict[str, Any]) -> dict[str, Any]:
             f"{path}: decoder_sparse_step={step}, mlp_only_layers={config.get('mlp_only_layers')}: dense layers between "
             "layers of experts are not supported; every layer must have experts (1 and [])"
         )
-    num_experts = int(config["num_experts"] if "num_experts" in config else config["num_local_experts"])
+    num_experts = int(config["num_local_experts"] if "num_local_experts" in config else config["num_experts"])
     chosen, normalised = int(config["num_experts_per_tok"]), bool(config.get("norm_topk_prob", False))
     if not 1 <= chosen <= num_experts:
         raise UserError(f"{path}: num_experts_per_tok={chosen}: at least 1 and at most the {num_experts} experts")

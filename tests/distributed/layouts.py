@@ -32,12 +32,13 @@ from a3po_megatron.config.schema import ActorConfig, ModelConfig, OptimizerConfi
 
 # eps is large on purpose: Adam divides by sqrt(v) + eps, and where a gradient is of the size of rounding errors a small eps
 # would turn a difference of 1e-9 into a whole step of the learning rate.
-FAMILIES: dict[str, Any] = {
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+FAMILIES: dict[str, Any] = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, EXPERTS),
+    "qwen3_moe_unnormalised": (Qwen3MoeConfig, Qwen3MoeForCausalLM, EXPERTS | {"norm_topk_prob": False}),
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+}
 FUSED_EXPERTS = {
     "experts.gate_up_proj": ("experts.{}.gate_proj", "experts.{}.up_proj"),
     "experts.down_proj": ("experts.{}.down_proj",),
@@ -121,8 +122,8 @@ def _state_of(family: str, tied: bool) -> tuple[Any, Any]:
         "tie_word_embeddings": tied,
         "initializer_range": 0.1,
     }
-    config_class, model_class = FAMILIES[family]
-    config = config_class(**sizes, **(EXPERTS if family == "qwen3_moe" else {}))
+    config_class, model_class, more_sizes = FAMILIES[family]
+    config = config_class(**sizes, **more_sizes)
     model = model_class(config).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

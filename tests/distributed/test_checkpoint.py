@@ -34,9 +34,38 @@ CONTINUED_WITH = {"plain": "plain", "distributed": "distributed", "overlap": "di
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_training_continues_at_another_layout(options: str, tied: bool, shared_folder: Path) -> None:
-    folder = save_model(Model("qwen3", tied).build(), shared_folder / "model")
-    loss = SupervisedLoss()
     saved_at = Layout(tp=2) if options == "overlap" else SAVED_AT  # without data parallelism there is nothing to gather
+    _check_continues(Model("qwen3", tied), saved_at, ELSEWHERE, options, shared_folder)
+
+
+MOVES = [
+    (Model("qwen3"), Layout(cp=2, tp=2, sp=True), Layout(pp=2, cp=2)),
+    (Model("qwen3_moe"), Layout(ep=2), Layout(tp=2, sp=True, ep=4)),
+    (Model("qwen3_moe"), Layout(pp=2, cp=2, ep=2), Layout()),
+]
+IN_SHORT = [(0, "plain"), (1, "distributed"), (2, "plain")]  # the other combinations are left to the sweep
+
+
+@pytest.mark.parametrize(
+    ("model", "saved_at", "elsewhere", "options"),
+    [
+        pytest.param(*move, options, marks=[] if (index, options) in IN_SHORT else pytest.mark.full)
+        for index, move in enumerate(MOVES)
+        for options in ("plain", "distributed")
+    ],
+    ids=str,
+)
+def test_training_continues_at_other_context_and_expert_parallelism(
+    model: Model, saved_at: Layout, elsewhere: Layout, options: str, shared_folder: Path
+) -> None:
+    _check_continues(model, saved_at, [elsewhere], options, shared_folder)
+
+
+def _check_continues(
+    model: Model, saved_at: Layout, elsewhere: list[Layout], options: str, shared_folder: Path
+) -> None:
+    folder = save_model(model.build(), shared_folder / "model")
+    loss = SupervisedLoss()
     actor = build_actor(folder, saved_at.config(**OPTIONS[options]), OPTIMIZER)
     for step in range(3):
         actor.train_step(random_sequences(step), loss)
@@ -44,7 +73,7 @@ def test_training_continues_at_another_layout(options: str, tied: bool, shared_f
     uninterrupted = [actor.train_step(random_sequences(step), loss) for step in range(3, 6)]
     actor.close()
 
-    for layout in [saved_at, *ELSEWHERE]:
+    for layout in [saved_at, *elsewhere]:
         actor = build_actor(folder, layout.config(**OPTIONS[CONTINUED_WITH[options]]), OPTIMIZER, init="random")
         assert load_checkpoint(actor, path) == 3
         resumed = [actor.train_step(random_sequences(step), loss) for step in range(3, 6)]

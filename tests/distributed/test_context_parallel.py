@@ -1,11 +1,13 @@
 """What context parallelism needs beside the parity of test_parity.py."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from a3po_megatron.actor import parallel
-from tests.distributed.layouts import Layout
+from tests.distributed.layouts import Layout, Model, build_actor, random_sequences, save_model
 
 TOKENS, SEQUENCES = 12, 3
 
@@ -42,3 +44,17 @@ def test_a_sum_over_context_parallel_ranks_has_the_gradient_of_the_whole(cp: int
         rtol=0,
     )
     parallel.destroy()
+
+
+@pytest.mark.parametrize("layout", [Layout(cp=4), Layout(tp=2, sp=True, cp=2)], ids=str)
+def test_greedy_tokens_are_found_on_every_rank_for_whole_sequences(layout: Layout, shared_folder: Path) -> None:
+    oracle, sequences = Model("qwen3").build(), random_sequences()
+    actor = build_actor(save_model(oracle, shared_folder), layout.config())
+    greedy = actor.is_greedy(sequences)
+    assert greedy.keys() == set(range(len(sequences)))  # one data-parallel rank
+    for index, values in greedy.items():
+        tokens = torch.tensor(sequences[index].tokens)
+        with torch.no_grad():
+            expected = oracle(input_ids=tokens[None]).logits[0, :-1].argmax(-1) == tokens[1:]
+        assert values.tolist() == expected.tolist()
+    actor.close()

@@ -71,6 +71,7 @@ CASES = [
     (MOE, Layout(tp=2, sp=True, options=DISTRIBUTED), {}),
     (MOE, Layout(pp=2, ep=2), {"max_tokens_per_microbatch": 24}),
     (MOE, Layout(cp=2, ep=2), {}),
+    (Model("qwen3_moe_unnormalised"), Layout(pp=2, vpp=2, ep=2, options={"packed": False}), {}),
 ]
 
 
@@ -80,6 +81,20 @@ ALL_LAYOUTS = [
     for sp in ([False, True] if tp > 1 else [False])
     for vpp in ([1, 2] if pp == 2 else [1])
     for options in ({}, DISTRIBUTED, OVERLAP)
+]
+CONTEXT_LAYOUTS = [
+    Layout(tp, pp, tp > 1, vpp, options, cp)
+    for tp, pp, cp in ((1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2))
+    for vpp in ([1, 2] if pp == 2 else [1])
+    for options in ({}, DISTRIBUTED, OVERLAP)
+]
+EXPERT_LAYOUTS = [
+    Layout(tp, pp, tp > 1, vpp, options, cp, ep, etp)
+    for tp, pp, cp in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2), (1, 1, 4))
+    for ep, etp in ((1, 1), (2, 1), (4, 1), (2, 2), (1, 2))
+    if ep * etp <= 4 // pp
+    for vpp in ([1, 2] if pp == 2 else [1])
+    for options in ({}, OVERLAP)
 ]
 BFLOAT16_LOGPROBS, BFLOAT16_GRADIENT_NORM = 0.1, 0.04
 
@@ -101,7 +116,7 @@ def test_two_steps_equal_plain_autograd_on_one_rank(model: Model, shared_folder:
     _check_two_steps(model, Layout(), {}, shared_folder)
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2, sp=True), Layout(pp=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2, sp=True), Layout(pp=2), Layout(cp=2)], ids=str)
 @pytest.mark.parametrize(("tokens", "microbatches_on_one_rank"), [(64, 1), (32, 2), (16, 4)])
 def test_gradients_do_not_depend_on_the_microbatch_split(
     layout: Layout, tokens: int, microbatches_on_one_rank: int, shared_folder: Path
@@ -118,12 +133,19 @@ def test_gradients_do_not_depend_on_the_microbatch_split(
     actor.close()
 
 
-def test_a_rank_without_sequences_still_takes_part(shared_folder: Path) -> None:
-    """Two sequences over four data-parallel ranks: counts over ranks are unequal, two of them zero."""
-    sequences = random_sequences(lengths=(9, 4))
-    actor = build_actor(save_model(QWEN.build(), shared_folder), Layout().config())
+@pytest.mark.parametrize(
+    ("model", "layout", "lengths"),
+    [(QWEN, Layout(), (9, 4)), (QWEN, Layout(cp=2), (9,)), (MOE, Layout(ep=4), (9, 4))],
+    ids=str,
+)
+def test_a_rank_without_sequences_still_takes_part(
+    model: Model, layout: Layout, lengths: tuple[int, ...], shared_folder: Path
+) -> None:
+    """Fewer sequences than data-parallel ranks: counts over ranks are unequal, some of them zero."""
+    sequences = random_sequences(lengths=lengths)
+    actor = build_actor(save_model(model.build(), shared_folder), layout.config())
     report = actor.train_step(sequences, SupervisedLoss())
-    trainer = OracleTrainer(QWEN.build())
+    trainer = OracleTrainer(model.build())
     loss, _ = trainer.gradients(sequences)
     assert report.loss == pytest.approx(loss, abs=TOLERANCE)
     assert report.grad_norm == pytest.approx(trainer.step(), abs=TOLERANCE)
@@ -185,6 +207,21 @@ def test_every_layout_with_every_model(
     layout: Layout, model: Model, packed: bool, microbatch_tokens: int, shared_folder: Path
 ) -> None:
     _check_two_steps(model, layout, {"packed": packed, "max_tokens_per_microbatch": microbatch_tokens}, shared_folder)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("model", [QWEN, Model("llama", tied=True)], ids=str)
+@pytest.mark.parametrize("layout", CONTEXT_LAYOUTS, ids=str)
+def test_every_layout_with_context_parallelism(layout: Layout, model: Model, packed: bool, shared_folder: Path) -> None:
+    _check_two_steps(model, layout, {"packed": packed, "max_tokens_per_microbatch": 24}, shared_folder)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS, ids=str)
+def test_every_layout_of_a_mixture_of_experts(layout: Layout, packed: bool, shared_folder: Path) -> None:
+    _check_two_steps(MOE, layout, {"packed": packed, "max_tokens_per_microbatch": 24}, shared_folder)
 
 
 def _check_two_steps(model: Model, layout: Layout, changes: dict, folder: Path) -> None:

@@ -11,16 +11,25 @@ from a3po_megatron.actor.export import export_hf_folder
 from a3po_megatron.actor.hf_weights import random_source
 from a3po_megatron.config.model_shape import read_model_shape
 from a3po_megatron.objective.supervised import SupervisedLoss
-from tests.distributed.layouts import Layout, Model, build_actor, random_sequences, save_model
+from tests.distributed.layouts import Layout, Model, build_actor, hf_tensors, random_sequences, save_model
 
+MOE = Model("qwen3_moe")
 MODELS = [Model("qwen3"), Model("qwen3", tied=True), Model("llama"), Model("llama", tied=True)]
 LAYOUTS = [Layout(tp=2, pp=2), Layout(tp=2, pp=2, vpp=2, sp=True), Layout(pp=4), Layout()]
+MOE_LAYOUTS = [
+    Layout(ep=2),
+    Layout(tp=2, sp=True, ep=2),
+    Layout(tp=2, sp=True, ep=2, etp=2),
+    Layout(pp=2, vpp=2, ep=2),
+    Layout(cp=2, ep=4),
+]
+CASES = [(model, layout) for model in MODELS for layout in LAYOUTS]
+CASES += [(MOE, layout) for layout in MOE_LAYOUTS] + [(Model("qwen3_moe", tied=True), Layout(pp=2, ep=2))]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("model", MODELS, ids=str)
+@pytest.mark.parametrize(("model", "layout"), CASES, ids=str)
 def test_export_returns_every_tensor_bit_for_bit(model: Model, layout: Layout, shared_folder: Path) -> None:
-    expected = model.build().state_dict()
+    expected = hf_tensors(model.build().state_dict())
     if model.tied:
         del expected["lm_head.weight"]  # transformers' second name of the embedding; not in the checkpoint
     actor = build_actor(save_model(model.build(), shared_folder), layout.config())
@@ -31,9 +40,14 @@ def test_export_returns_every_tensor_bit_for_bit(model: Model, layout: Layout, s
     actor.close()
 
 
-def test_exported_folder_loads_in_transformers_with_the_same_weights(shared_folder: Path) -> None:
-    source, model = shared_folder / "source", Model("qwen3", tied=True).build()
-    actor = build_actor(save_model(model, source), Layout(tp=2, pp=2).config())
+@pytest.mark.parametrize(
+    ("tiny", "layout"), [(Model("qwen3", tied=True), Layout(tp=2, pp=2)), (MOE, Layout(pp=2, ep=2))], ids=str
+)
+def test_exported_folder_loads_in_transformers_with_the_same_weights(
+    tiny: Model, layout: Layout, shared_folder: Path
+) -> None:
+    source, model = shared_folder / "source", tiny.build()
+    actor = build_actor(save_model(model, source), layout.config())
     export_hf_folder(actor, source, shared_folder / "exported")
     loaded = AutoModelForCausalLM.from_pretrained(shared_folder / "exported")
     for name, parameter in loaded.named_parameters():
@@ -54,9 +68,13 @@ def test_export_is_fresh_while_the_parameter_gather_is_still_overlapped(shared_f
         torch.testing.assert_close(exported[1][name], tensor, atol=1e-7, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, pp=2), Layout(pp=4)], ids=str)
-def test_random_weights_do_not_depend_on_the_layout(layout: Layout, shared_folder: Path) -> None:
-    folder = save_model(Model().build(), shared_folder)
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [(Model(), Layout(tp=2, pp=2)), (Model(), Layout(pp=4)), (MOE, Layout(tp=2, sp=True, ep=4))],
+    ids=str,
+)
+def test_random_weights_do_not_depend_on_the_layout(model: Model, layout: Layout, shared_folder: Path) -> None:
+    folder = save_model(model.build(), shared_folder)
     source = random_source(read_model_shape(folder), seed=3, std=0.05)
     actor = build_actor(folder, layout.config(), init="random", init_seed=3, init_std=0.05)
     for name, tensor in actor.export_weights():

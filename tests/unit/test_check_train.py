@@ -35,6 +35,14 @@ def config_file(tmp_path: Path) -> str:
         (["rollout.max_model_len=65"], "rollout.max_model_len=65: "),
         (["rollout.max_response_tokens=64"], "rollout.max_model_len=64 leaves no room for a prompt"),
         (["actor.max_tokens_per_microbatch=60"], "actor.max_tokens_per_microbatch=60: a response may reach"),
+        (
+            ["actor.max_tokens_per_microbatch=64", "rollout.max_model_len=63", "actor.context_parallel=9"],
+            "which no microbatch could hold; use at least 72",
+        ),
+        (
+            ["actor.expert_parallel=2"],
+            "actor.expert_parallel=2, actor.expert_tensor_parallel=1: the model has no experts",
+        ),
         (["actor.tensor_parallel=3"], "actor.tensor_parallel=3 does not divide"),
         (
             ["actor.data_parallel=2", "actor.timeout_s=10"],

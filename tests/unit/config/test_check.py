@@ -24,6 +24,7 @@ from a3po_megatron.errors import UserError
 
 SMOLLM2 = ModelShape("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192, 1e-5, 1e5, True)
 QWEN = ModelShape("qwen3", 4, 64, 128, 8, 4, 16, 1000, 512, 1e-6, 1e6, False)
+MOE = replace(QWEN, family="qwen3_moe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=36)
 ROOT = Path(__file__).parents[3]
 
 
@@ -84,6 +85,20 @@ def test_every_shipped_file_is_valid(path: Path) -> None:
             "needs actor.distributed_optimizer=true and actor.overlap_grad_reduce=true",
         ),
         ({"data_parallel": 0}, QWEN, "actor.data_parallel=0: must be at least 1"),
+        ({"context_parallel": 0}, QWEN, "actor.context_parallel=0: must be at least 1"),
+        (
+            {"expert_parallel": 2},
+            QWEN,
+            "actor.expert_parallel=2, actor.expert_tensor_parallel=1: the model has no experts",
+        ),
+        ({"expert_parallel": 4}, MOE, "actor.expert_parallel=4 does not divide the model's 6 experts"),
+        ({"expert_tensor_parallel": 5}, MOE, "does not divide the 36 columns of an expert (moe_intermediate_size)"),
+        (
+            {"expert_parallel": 3, "data_parallel": 2, "context_parallel": 2, "pipeline_parallel": 4},
+            MOE,
+            "actor.expert_parallel=3 x actor.expert_tensor_parallel=1 does not divide the 4 ranks of a pipeline stage",
+        ),
+        ({"tensor_parallel": 2}, MOE, "with a mixture of experts needs actor.sequence_parallel=true"),
         ({"max_tokens_per_microbatch": 0}, QWEN, "actor.max_tokens_per_microbatch=0: must be at least 1"),
         ({"timeout_s": 0.0}, QWEN, "actor.timeout_s=0.0"),
     ],
@@ -95,16 +110,33 @@ def test_a_layout_that_does_not_fit_is_refused(settings: dict, shape: ModelShape
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "shape"),
     [
-        {"tensor_parallel": 4, "sequence_parallel": True},
-        {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "p2p_communication": "overlapped"},
-        {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2},
-        {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+        ({"tensor_parallel": 4, "sequence_parallel": True}, QWEN),
+        ({"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "p2p_communication": "overlapped"}, QWEN),
+        ({"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}, QWEN),
+        ({"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}, QWEN),
+        ({"context_parallel": 3}, QWEN),
+        ({"expert_parallel": 6, "context_parallel": 2, "data_parallel": 3}, MOE),
+        # experts are not split over tensor-parallel ranks, so their columns need not divide
+        ({"tensor_parallel": 4, "sequence_parallel": True, "expert_parallel": 2}, replace(MOE, intermediate_size=0)),
     ],
 )
-def test_a_layout_that_fits_is_accepted(settings: dict) -> None:
-    check_actor(ActorConfig(**settings), QWEN)
+def test_a_layout_that_fits_is_accepted(settings: dict, shape: ModelShape) -> None:
+    check_actor(ActorConfig(**settings), shape)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "multiple"),
+    [
+        ({"tensor_parallel": 2}, 2, 1),
+        ({"tensor_parallel": 2, "sequence_parallel": True}, 2, 2),
+        ({"context_parallel": 3, "data_parallel": 2}, 6, 6),
+        ({"tensor_parallel": 2, "sequence_parallel": True, "context_parallel": 2, "expert_parallel": 4}, 4, 8),
+    ],
+)
+def test_ranks_and_padding_of_a_layout(settings: dict, ranks: int, multiple: int) -> None:
+    assert (ActorConfig(**settings).world_size, ActorConfig(**settings).token_multiple) == (ranks, multiple)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,41 @@ def test_parameter_counts_of_published_models(published: tuple, tmp_path: Path) 
     assert round(count / 1e9, 3) == billions
 
 
+MOE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])  # of older files and of transformers 5
+def test_the_parameter_count_of_a_published_mixture_of_experts(key: str, tmp_path: Path) -> None:
+    """Qwen3-30B-A3B: 30.532 billion parameters, of which 3.353 billion are used for a token (published as 30.5 and 3.3)."""
+    sizes = {"num_experts": "absent", key: 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    folder = write_config(
+        tmp_path,
+        **{**MOE, **sizes},
+        num_hidden_layers=48,
+        hidden_size=2048,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=151936,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )
+    shape = read_model_shape(folder)
+    assert shape.norm_topk_prob
+    assert shape.has_qk_norm
+    shapes = hf_shapes(shape)
+    experts = sum(math.prod(size) for name, size in shapes.items() if ".experts." in name)
+    count = sum(math.prod(size) for size in shapes.values())
+    assert round(count / 1e9, 3) == 30.532
+    assert round((count - experts + experts * 8 // 128) / 1e9, 3) == 3.353
+
+
+def test_what_a_mixture_of_experts_leaves_unsaid_is_what_transformers_takes(tmp_path: Path) -> None:
+    shape = read_model_shape(write_config(tmp_path, **MOE))
+    assert (shape.head_dim, shape.norm_topk_prob) == (16, False)
+
+
 def test_old_and_new_spelling_of_rope_and_missing_head_dim(tmp_path: Path) -> None:
     assert read_model_shape(write_config(tmp_path)).head_dim == 128  # transformers' default for Qwen3
     assert read_model_shape(write_config(tmp_path, model_type="llama")).head_dim == 16
@@ -65,13 +100,27 @@ def test_vocabulary_is_padded_to_a_multiple_of_tensor_parallel(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: qwen3, llama"),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: qwen3, qwen3_moe, llama"),
         ({"vocab_size": "absent"}, "key 'vocab_size' is missing"),
         ({"hidden_size": "wide"}, "a size is not a number"),
         ({"attention_bias": True}, "attention_bias is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type=llama3 is not supported"),
+        ({**MOE, "num_experts": "absent"}, "key 'num_experts' is missing"),
+        (
+            {**MOE, "decoder_sparse_step": 2},
+            "decoder_sparse_step=2, mlp_only_layers=None: dense layers between layers of",
+        ),
+        (
+            {**MOE, "mlp_only_layers": [1]},
+            "mlp_only_layers=[1]: dense layers between layers of experts are not supported",
+        ),
+        ({**MOE, "num_experts_per_tok": 9}, "num_experts_per_tok=9: at least 1 and at most the 8 experts"),
+        (
+            {**MOE, "num_experts_per_tok": 1, "norm_topk_prob": True},
+            "num_experts_per_tok=1 with norm_topk_prob=true is not supported",
+        ),
     ],
 )
 def test_a_model_that_the_actor_does_not_have_is_refused(tmp_path: Path, changes: dict, message: str) -> None:
