@@ -38,6 +38,7 @@ LAYOUTS = [
     (MOE, Layout(ep=2)),
 ]
 CAP = 1.3
+DECOUPLED = partial(papers.decoupled, cap=CAP)
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Case:
     """Settings and what they mean: the losses of a response's tokens, and alpha where it is not 1/d."""
 
     settings: dict[str, Any]
-    losses: Callable[[Response], list[Tensor]] = partial(papers.decoupled, cap=CAP)
+    losses: Callable[[Response], list[Tensor]] = DECOUPLED
     alpha: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -67,7 +68,7 @@ OPTIONS = {
         {"surrogate": "gspo", "aggregation": "sequence", "clip_low": 0.1, "clip_high": 0.15},
         partial(papers.gspo, low=0.1, high=0.15, cap=CAP),
     ),
-    "recomputed gspo, dual epochs": Case(
+    "recomputed gspo, two epochs": Case(
         {"method": "recompute", "surrogate": "gspo", "num_epochs": 2}, partial(papers.gspo, low=0.2, high=0.2, cap=CAP)
     ),
     "cispo, sequence mean": Case(
@@ -125,7 +126,7 @@ class Reference:
             ]
             count = sum(len(part) for part in terms) if settings.aggregation == "token" else len(terms)
             total = papers.aggregated(terms, settings.aggregation, settings.fixed_length) / count
-            total.backward()
+            (total + 0 * torch.cat([r.logp for r in responses]).sum()).backward()  # all may be clipped
             losses.append(total.item())
             norms.append(self.trainer.step())
         return {"loss": float(np.mean(losses)), "grad_norm": float(np.mean(norms))}
@@ -165,8 +166,7 @@ class Reference:
         kept = [True] * sum(lengths)
         if self.settings.m2po_threshold:
             ratio = [x for s in sequences for x in (start[id(s)].numpy() - s.fields["behavior_logprobs"][s.trainable])]
-            advantages = [float(a) for s in sequences for a in s.fields["advantages"][s.trainable]]
-            kept = papers.second_moment_kept([float(x) for x in ratio], advantages, self.settings.m2po_threshold)
+            kept = papers.second_moment_kept([float(x) for x in ratio], self.settings.m2po_threshold)
             assert 0 < sum(kept) < len(kept)
         ends = np.cumsum([0, *lengths])
         return {id(s): kept[a:b] for s, a, b in zip(sequences, ends[:-1], ends[1:], strict=True)}

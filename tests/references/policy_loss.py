@@ -134,14 +134,14 @@ def aggregated(responses: list[list[Tensor]], kind: str, length: int) -> Tensor:
     return total
 
 
-def second_moment_kept(log_ratio: list[float], advantages: list[float], threshold: float) -> list[bool]:
-    """Drop the largest outward token until the mean square of the outward tokens is small enough."""
+def second_moment_kept(log_ratio: list[float], threshold: float) -> list[bool]:
+    """Drop the largest token until the mean square of the others is small enough."""
     kept = [True] * len(log_ratio)
     while True:
-        outward = [i for i in range(len(kept)) if kept[i] and log_ratio[i] * advantages[i] > 0]
-        if not outward or sum(log_ratio[i] ** 2 for i in outward) / len(outward) <= threshold:
+        there = [i for i in range(len(kept)) if kept[i]]
+        if not there or sum(log_ratio[i] ** 2 for i in there) / len(there) <= threshold:
             return kept
-        kept[max(outward, key=lambda i: abs(log_ratio[i]))] = False
+        kept[max(there, key=lambda i: abs(log_ratio[i]))] = False
 
 
 def alpha(kind: str, d: int, *, value: float, rate: float, strength: float, j: int, n: int) -> float:
