@@ -13,7 +13,8 @@ from a3po_megatron.data.load import load_task
 from a3po_megatron.data.source import PromptSource
 from a3po_megatron.errors import UserError
 from a3po_megatron.records import Float32, Problem
-from a3po_megatron.reward.base import build_reward, shuffled_rewards
+from a3po_megatron.reward.base import shuffled_rewards
+from a3po_megatron.reward.build import Rewards, check_reward
 from a3po_megatron.rollout.fleet import Fleet
 from a3po_megatron.rollout.sampling import SamplingSettings, check_rollout
 
@@ -32,16 +33,19 @@ def build_controller(config: TrainConfig, token: str) -> Controller:
     def reshuffle(rewards: Float32, batch_index: int) -> Float32:
         return shuffled_rewards(rewards, config.run.seed, batch_index)
 
+    rewards = Rewards(config.reward, data.decode_answer, config.rollout.max_response_tokens)
     parts = Parts(
         fleet=Fleet(config.rollout, token, run_dir / "rendezvous", vocab_size=vocab_size),
         source=PromptSource(data.train, config.run.seed),
         heldout=heldout,
-        reward=build_reward(config.reward, data.decode_answer),
+        reward=rewards.training,
+        evaluation_reward=rewards.evaluation,
         reshuffle_rewards=reshuffle if config.reward.shuffle else None,
         sampling=SamplingSettings.from_config(config.rollout),
         greedy=SamplingSettings.from_config(config.rollout, evaluation=True),
         files=RunFiles(run_dir, data.decode, resume=config.run.resume),
         say=partial(print, flush=True),
+        close=rewards.aclose,
     )
     return Controller(config.controller, config.run.num_steps, config.run.seed, parts)
 
@@ -76,12 +80,7 @@ def check_controller(config: TrainConfig) -> None:
         )
     if not 1 <= controller.port <= 65535:
         raise UserError(f"controller.port={controller.port}: between 1 and 65535")
-    reward_of_task = {"arithmetic": "exact", "gsm8k": "numeric"}[config.data.task]
-    if config.reward.kind != reward_of_task:
-        raise UserError(
-            f"reward.kind={config.reward.kind} does not fit data.task={config.data.task}; "
-            f"use reward.kind={reward_of_task}"
-        )
+    check_reward(config.reward, config.data.task, config.rollout.max_response_tokens)
 
 
 def check_lengths(problems: Sequence[Problem], rollout: RolloutConfig) -> None:

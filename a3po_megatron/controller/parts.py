@@ -8,7 +8,7 @@ from a3po_megatron.controller.groups import Generator
 from a3po_megatron.controller.rows import RunFiles
 from a3po_megatron.data.source import PromptSource
 from a3po_megatron.records import Float32, Problem
-from a3po_megatron.reward.base import RewardFunction
+from a3po_megatron.reward.base import Reward
 from a3po_megatron.rollout.sampling import SamplingSettings
 
 
@@ -52,7 +52,8 @@ class Parts:
     fleet: Fleet
     source: PromptSource
     heldout: Sequence[Problem]  # empty: no evaluation
-    reward: RewardFunction
+    reward: Reward  # of training
+    evaluation_reward: Reward  # of held-out problems: the answer alone
     reshuffle_rewards: Callable[[Float32, int], Float32] | None  # (rewards of a batch, its index) -> rewards
     sampling: SamplingSettings  # of training; every request gets a seed of its own
     greedy: SamplingSettings  # of evaluation
