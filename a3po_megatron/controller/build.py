@@ -22,7 +22,7 @@ from a3po_megatron.rollout.sampling import SamplingSettings, check_rollout
 def build_controller(config: TrainConfig, token: str) -> Controller:
     """Load the problems and put everything together, for settings that `check_controller` has passed.
 
-    Starts the files of the run's folder. Raises UserError for a file or row that is wrong, or another run's folder.
+    Starts the files of the run's folder, and the reward's workers where they have to look at the truths. Raises UserError for a file or row that is wrong, or another run's folder.
     """
     data = load_task(config.data, config.model)
     heldout = data.heldout[: config.controller.max_eval_problems]
@@ -34,6 +34,7 @@ def build_controller(config: TrainConfig, token: str) -> Controller:
         return shuffled_rewards(rewards, config.run.seed, batch_index)
 
     rewards = Rewards(config.reward, data.decode_answer, config.rollout.max_response_tokens)
+    rewards.check([*data.train, *heldout])
     parts = Parts(
         fleet=Fleet(config.rollout, token, run_dir / "rendezvous", vocab_size=vocab_size),
         source=PromptSource(data.train, config.run.seed),
@@ -45,7 +46,7 @@ def build_controller(config: TrainConfig, token: str) -> Controller:
         greedy=SamplingSettings.from_config(config.rollout, evaluation=True),
         files=RunFiles(run_dir, data.decode, resume=config.run.resume),
         say=partial(print, flush=True),
-        close=rewards.aclose,
+        close_rewards=rewards.aclose,
     )
     return Controller(config.controller, config.run.num_steps, config.run.seed, parts)
 

@@ -1,6 +1,6 @@
 """What the loop is given: the fleet, problems, rewards, settings of the requests, files."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -59,3 +59,4 @@ class Parts:
     greedy: SamplingSettings  # of evaluation
     files: RunFiles
     say: Callable[[str], None]  # prints one line of progress
+    close_rewards: Callable[[], Awaitable[None]]  # ends the reward's worker processes and connections

@@ -46,7 +46,9 @@ class WeightedSum:
         """Return one verdict a sample; all parts judge at the same time."""
         by_part = await asyncio.gather(*(part.judge(problem, samples) for part in self.parts))
         for part, verdicts in zip(self.parts, by_part, strict=True):
-            assert len(verdicts) == len(samples), f"reward {part.name}: {len(verdicts)} verdicts for {len(samples)} samples"
+            assert len(verdicts) == len(samples), (
+                f"reward {part.name}: {len(verdicts)} verdicts for {len(samples)} samples"
+            )
         return [self._sum(verdicts) for verdicts in zip(*by_part, strict=True)]
 
     def _sum(self, verdicts: tuple[Verdict, ...]) -> Verdict:

@@ -35,8 +35,17 @@ class Rewards:
 
     def check(self, problems: Sequence[Problem]) -> None:
         """Raise UserError for an answer that nothing could be compared with, or a function that cannot be loaded."""
+        try:
+            self._check(problems)
+        except BaseException:
+            self.pool.close()
+            raise
+
+    def _check(self, problems: Sequence[Problem]) -> None:
         if self.config.kind == "math":
-            check_golds(self.pool, [(problem.id, problem.answer) for problem in problems if not _is_number(problem.answer)])
+            check_golds(
+                self.pool, [(problem.id, problem.answer) for problem in problems if not _is_number(problem.answer)]
+            )
         if self.config.kind == "numeric":
             for problem in problems:
                 if final_number(problem.answer) is None:
@@ -120,7 +129,10 @@ def check_reward(config: RewardConfig, task: str, max_response_tokens: int) -> N
     if config.kind not in kinds:
         raise UserError(f"reward.kind={config.kind} does not fit data.task={task}; use reward.kind={kinds[0]}")
     weights = {name: getattr(config, name).weight for name in ("format", "overlong", "python", "http")}
-    for name, weight in {"reward.weight": config.weight, **{f"reward.{n}.weight": w for n, w in weights.items()}}.items():
+    for name, weight in {
+        "reward.weight": config.weight,
+        **{f"reward.{n}.weight": w for n, w in weights.items()},
+    }.items():
         if not (math.isfinite(weight) and weight >= 0):
             raise UserError(f"{name}={weight}: a finite number, at least 0")
     if config.kind == "none" and not (weights["python"] or weights["http"]):
@@ -137,7 +149,9 @@ def check_reward(config: RewardConfig, task: str, max_response_tokens: int) -> N
         if value < minimum:
             raise UserError(f"reward.pool.{name}={value}: must be at least {minimum}")
     if 0 < pool.memory_bytes < 1 << 29:
-        raise UserError(f"reward.pool.memory_bytes={pool.memory_bytes}: a worker needs 536870912 (0.5 GiB) or more; 0: no limit")
+        raise UserError(
+            f"reward.pool.memory_bytes={pool.memory_bytes}: a worker needs 536870912 (0.5 GiB) or more; 0: no limit"
+        )
     if not pool.timeout_s > 0:
         raise UserError(f"reward.pool.timeout_s={pool.timeout_s}: a number of seconds above 0")
 
@@ -149,7 +163,9 @@ def _check_parts(config: RewardConfig, max_response_tokens: int) -> None:
         try:
             re.compile(config.format.pattern)
         except re.error as error:
-            raise UserError(f"reward.format.pattern={config.format.pattern}: not a regular expression: {error}") from None
+            raise UserError(
+                f"reward.format.pattern={config.format.pattern}: not a regular expression: {error}"
+            ) from None
     if config.overlong.weight and not 1 <= config.overlong.buffer_tokens <= max_response_tokens:
         raise UserError(
             f"reward.overlong.buffer_tokens={config.overlong.buffer_tokens}: between 1 and "
@@ -168,4 +184,3 @@ def _check_parts(config: RewardConfig, max_response_tokens: int) -> None:
 def _is_number(answer: str) -> bool:
     """Whether an answer is so plain that no worker needs to look at it."""
     return re.fullmatch(r"-?\d+(?:\.\d+)?", answer) is not None
-

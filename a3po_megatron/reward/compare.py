@@ -89,7 +89,10 @@ def anywhere(gold: str, response: str, how: Comparison, kinds: tuple[str, ...] =
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     targets = [{"latex": LatexExtractionConfig(), "expr": ExprExtractionConfig()}[kind] for kind in kinds]
-    gold_value, answer_value = parse(gold, targets, parsing_timeout=None), parse(response, targets, parsing_timeout=None)
+    gold_value, answer_value = (
+        parse(gold, targets, parsing_timeout=None),
+        parse(response, targets, parsing_timeout=None),
+    )
     if not gold_value:
         raise NotComparable("math-verify finds no mathematics in it")
     if not answer_value:
@@ -123,7 +126,9 @@ def normalise(text: str) -> str:
     text = SPACES.sub(" ", text).replace(r"\%", "%").replace("\n", " ").replace("**", "^")
     text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text)
     text = re.sub(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
-    text = re.sub(r"(?<![\\A-Za-z])(pi|infinity|infty|theta)(?![A-Za-z])", lambda m: "\\" + m[0].replace("inity", "ty"), text)
+    text = re.sub(
+        r"(?<![\\A-Za-z])(pi|infinity|infty|theta)(?![A-Za-z])", lambda m: "\\" + m[0].replace("inity", "ty"), text
+    )
     text = re.sub(r"√\s*(\d+|\([^()]*\)|[a-z])", r"\\sqrt{\1}", text)
     text = re.sub(r"\s+", " ", text).strip()
     number = re.fullmatch(r"\$\s*(.*)", text)
@@ -227,7 +232,10 @@ def _too_kind(gold: str, answer: str, gold_value: Any, answer_value: Any) -> str
     if bases[0] and bases[1] and bases[0][1] != bases[1][1]:
         return "the numeral has another base"
     letters = [re.sub(r"[^A-Za-z]", "", unwrap_text(text)) for text in (gold, answer)]
-    if all(re.fullmatch(r"[A-Za-z ]{4,}", text) for text in (gold, answer)) and letters[0].lower() != letters[1].lower():
+    if (
+        all(re.fullmatch(r"[A-Za-z ]{4,}", text) for text in (gold, answer))
+        and letters[0].lower() != letters[1].lower()
+    ):
         return "another word"
     return ""
 

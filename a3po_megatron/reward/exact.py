@@ -17,4 +17,6 @@ def exact_match(problem: Problem, response_ids: Int32) -> float:
 async def judge_exact(problem: Problem, samples: Sequence[Sample]) -> list[Verdict]:
     """Judge every sample by `exact_match`."""
     rewards = [exact_match(problem, sample.response_ids) for sample in samples]
-    return [Verdict(reward, "equal to the truth" if reward else "not the truth and the end token") for reward in rewards]
+    return [
+        Verdict(reward, "equal to the truth" if reward else "not the truth and the end token") for reward in rewards
+    ]

@@ -39,24 +39,38 @@ MARKERS = {
     "auto": (BOX, ANSWER_LINE, HASHES, A_LINE),
 }
 # Between two boxes: what makes them alternatives or parts of one answer, and what makes the second replace the first.
-JOINS = re.compile(r"\b(?:and|or|either|maybe|perhaps|possibly|alternatively|alternative|could|might|if)\b", re.IGNORECASE)
+JOINS = re.compile(
+    r"\b(?:and|or|either|maybe|perhaps|possibly|alternatively|alternative|could|might|if)\b", re.IGNORECASE
+)
 HEDGES = re.compile(r"\b(?:or|either|maybe|perhaps|possibly|alternatively|could|might)\b", re.IGNORECASE)
 ALTERNATIVES = re.compile(r"\b(?:or|either|maybe|perhaps|possibly|alternatively)\b", re.IGNORECASE)
 PROSE_NUMBER = re.compile(r"(?<![A-Za-z0-9.])-?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*\\?%)?")
 REVISES = re.compile(
-    r"\b(?:so|hence|thus|therefore|then|wait|actually|no|correct(?:ed|ion)?|instead|final(?:ly)?|which gives)\b", re.IGNORECASE
+    r"\b(?:so|hence|thus|therefore|then|wait|actually|no|correct(?:ed|ion)?|instead|final(?:ly)?|which gives)\b",
+    re.IGNORECASE,
 )
-DENIES = re.compile(r"\b(?:not|never|isn't|wrong|incorrect|unknown|undetermined|cannot|can't|except|neither|nor)\b", re.I)
+DENIES = re.compile(
+    r"\b(?:not|never|isn't|wrong|incorrect|unknown|undetermined|cannot|can't|except|neither|nor)\b", re.I
+)
 LATEX_NOISE = re.compile(r"\\(?:text|mbox|textbf|mathrm|quad|qquad|left|right|[a-zA-Z]+)\b|[{}$\\]")
 CONCLUDES = re.compile(
-    r"\b(?:therefore|thus|hence|so|in total|altogether|in conclusion|solution|we (?:find|get|have|obtain))\b", re.IGNORECASE
+    r"\b(?:therefore|thus|hence|so|in total|altogether|in conclusion|solution|we (?:find|get|have|obtain))\b",
+    re.IGNORECASE,
 )
 SENTENCE_END = re.compile(r"(?<=[^\s.])[.!]\s+(?=[A-Z\[($\\])")
 END_OF_TURN = re.compile(r"<\|(?:im_start|im_end|endoftext|eot_id|end_of_text)\|>")
 FAREWELL = "I hope it is correct."
 UNMARKED = "no answer is marked as such"
 TRANSLATION = str.maketrans(
-    {"\N{MINUS SIGN}": "-", "\N{FULLWIDTH COLON}": ":", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u200b": "", "\r": "\n"}
+    {
+        "\N{MINUS SIGN}": "-",
+        "\N{FULLWIDTH COLON}": ":",
+        "\u00a0": " ",
+        "\u2009": " ",
+        "\u202f": " ",
+        "\u200b": "",
+        "\r": "\n",
+    }
 )
 
 
@@ -215,7 +229,12 @@ def _unmarked(text: str, whole: bool) -> Extraction:
     if whole and len(bare) <= MAX_ANSWER and not _prose(bare):
         return Extraction(bare)
     sentence = SENTENCE_END.split(paragraph.removesuffix(FAREWELL).strip())[-1].split("\n")[-1]
-    if len(sentence) <= 300 and CONCLUDES.search(sentence) and not HEDGES.search(sentence) and not sentence.endswith("?"):
+    if (
+        len(sentence) <= 300
+        and CONCLUDES.search(sentence)
+        and not HEDGES.search(sentence)
+        and not sentence.endswith("?")
+    ):
         found = statement(sentence)
         return found if found.problem or found.answer != clean(sentence) else Extraction(problem=UNMARKED)
     return Extraction(problem=UNMARKED)
@@ -238,7 +257,9 @@ def statement(line: str) -> Extraction:
         tail = clean(plain[last[-1].end() :])
         if re.search(r"\d|[\\$]", tail) and not _prose(tail):
             return Extraction(tail)
-    formulas = list(dict.fromkeys(clean(f) for f in re.findall(r"(?<!\\)\$([^$]+)\$|\\\((.+?)\\\)", line) for f in f if f))
+    formulas = list(
+        dict.fromkeys(clean(f) for f in re.findall(r"(?<!\\)\$([^$]+)\$|\\\((.+?)\\\)", line) for f in f if f)
+    )
     outside = re.sub(r"(?<!\\)\$[^$]+\$|\\\(.+?\\\)", " ", line)
     if formulas and (len(formulas) == 1 or JOINS.search(outside)) and not re.search(r"\d", outside):
         return Extraction(", ".join(formulas))
@@ -251,7 +272,9 @@ def statement(line: str) -> Extraction:
 
 
 WORD = re.compile(r"[A-Za-z]{2,}")
-MATH_WORDS = frozenset("sin cos tan cot sec csc log ln exp pi sqrt frac and or max min mod gcd lcm infty cm mm km kg ft".split())
+MATH_WORDS = frozenset(
+    "sin cos tan cot sec csc log ln exp pi sqrt frac and or max min mod gcd lcm infty cm mm km kg ft".split()
+)
 
 
 def _prose(text: str) -> bool:

@@ -90,7 +90,9 @@ class WorkerPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _judge(self, request: Request) -> Verdict:
@@ -141,7 +143,11 @@ class Worker:
 
     def __init__(self, memory_bytes: int) -> None:
         paths = [str(SOURCE_ROOT), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            "OMP_NUM_THREADS": "1",
+        }
         command = [sys.executable, "-m", "a3po_megatron.reward.worker", str(os.getpid()), str(memory_bytes)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=0
@@ -221,7 +227,8 @@ class Worker:
 def _encodable(request: Request) -> Request:
     """Return the request without lone surrogates, which are no text: each becomes `?`."""
     fields = {
-        name: getattr(request, name).encode("utf-8", "replace").decode() for name in ("answer", "response", "problem_id")
+        name: getattr(request, name).encode("utf-8", "replace").decode()
+        for name in ("answer", "response", "problem_id")
     }
     return msgspec.structs.replace(request, **fields)
 

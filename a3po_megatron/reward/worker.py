@@ -88,7 +88,9 @@ def _load_user(request: Request) -> Answer:
     try:
         _load_once(request.path)
     except Exception as error:  # importing runs the user's code
-        return Answer(error=str(error) if isinstance(error, ValueError) else f"{request.path}: {type(error).__name__}: {error}")
+        return Answer(
+            error=str(error) if isinstance(error, ValueError) else f"{request.path}: {type(error).__name__}: {error}"
+        )
     return Answer()
 
 
