@@ -22,7 +22,8 @@ from a3po_megatron.rollout.sampling import SamplingSettings, check_rollout
 def build_controller(config: TrainConfig, token: str) -> Controller:
     """Load the problems and put everything together, for settings that `check_controller` has passed.
 
-    Starts the files of the run's folder, and the reward's workers where they have to look at the truths. Raises UserError for a file or row that is wrong, or another run's folder.
+    Starts the files of the run's folder, and the reward's workers where they have to look at the answers. Raises
+    UserError for a file or row that is wrong, or another run's folder.
     """
     data = load_task(config.data, config.model)
     heldout = data.heldout[: config.controller.max_eval_problems]

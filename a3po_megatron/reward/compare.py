@@ -14,13 +14,19 @@ from typing import Any
 from a3po_megatron.reward.plain_number import plain_number, same_number
 
 MAX_DIGITS = 20_000  # of any integer that an expression would make
+# Signs that people write for LaTeX commands, by code point.
 UNICODE = {
-    "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∞": r"\infty ", "π": r"\pi ",
-    "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "∅": r"\emptyset ", "²": "^2", "³": "^3", "½": r"\frac{1}{2}",
-    "°": r"^\circ ", "−": "-", "–": "-", "’": "'", "，": ",", "（": "(", "）": ")", "θ": r"\theta ",
+    "\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u00f7": r"\div ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ",
+    "\u221e": r"\infty ", "\u03c0": r"\pi ", "\u03b8": r"\theta ", "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ",
+    "\u00b1": r"\pm ", "\u2205": r"\emptyset ", "\u00b2": "^2", "\u00b3": "^3", "\u00bd": r"\frac{1}{2}", "\u00b0": r"^\circ ",
+    "\u2212": "-", "\u2013": "-", "\u2019": "'", "\uff0c": ",", "\uff08": "(", "\uff09": ")",
 }  # fmt: skip
 TEXT = re.compile(r"\\(?:text|mbox|textbf|textit|mathrm|mathbf|operatorname|texttt|bf|rm)\s*\{([^{}]*)\}")
-SPACES = re.compile(r"\\[,;:! ]|\\q?quad\b|~|\\(?:left|right|displaystyle|big|Big)(?![A-Za-z])|\\hspace\{[^{}]*\}")
+SPACES = re.compile(
+    r"(?<!\\)\\[,;:! ]|\\q?quad\b|~|\\(?:left|right|displaystyle|big|Big)(?![A-Za-z])|\\hspace\{[^{}]*\}"
+)
+LABEL = re.compile(r"^\\text\s*\{\s*(?:the\s+)?(?:final\s+)?ans(?:wer)?\s*(?:is)?\s*:?\s*\}", re.IGNORECASE)
+GLUED = re.compile(r"[-+]?[\d.,]+[A-Za-z]")
 RELATION = re.compile(r"(?<![<>!\\])=(?!=)")
 
 
@@ -37,7 +43,7 @@ class NotComparable(Exception):
     """The text cannot be read as mathematics, or is too big to evaluate; the message says which."""
 
 
-def compare(gold: str, answer: str, how: Comparison = Comparison()) -> str:  # noqa: B008 (frozen)
+def compare(gold: str, answer: str, how: Comparison) -> str:
     """Return "" if `answer` equals `gold`, else the reason why not. Raises NotComparable for a gold without a reading."""
     gold, answer = normalise(gold), normalise(answer)
     if not answer:
@@ -131,6 +137,7 @@ def normalise(text: str) -> str:
     )
     text = re.sub(r"√\s*(\d+|\([^()]*\)|[a-z])", r"\\sqrt{\1}", text)
     text = re.sub(r"\s+", " ", text).strip()
+    text = LABEL.sub("", text).strip()
     number = re.fullmatch(r"\$\s*(.*)", text)
     if text.count("$") > 1 or (text.endswith("$") and len(text) > 1 and not number):
         text = text.replace("$", " ").strip()
@@ -214,13 +221,13 @@ def _too_kind(gold: str, answer: str, gold_value: Any, answer_value: Any) -> str
     """Return why math-verify's yes could not be trusted here, or "".
 
     It takes the right side of any equation for an answer (`2x = 5` for 5), multiplies the letters of words (`east` is
-    `seat`), and forgets the base of a numeral (`52_8` is `52_7`).
+    `seat`), forgets the base of a numeral (`52_8` is `52_7`), and takes `7m` for seven metres.
     """
     from sympy import Eq, Function, Symbol
 
     if isinstance(answer_value, Eq) and not isinstance(gold_value, Eq) and not RELATION.search(gold):
         left, right = answer_value.lhs, answer_value.rhs
-        unknowns = getattr(left, "free_symbols", set())
+        unknowns: set[Any] = getattr(left, "free_symbols", set())
         if not unknowns and not hasattr(left, "free_symbols"):
             return ""
         if not unknowns:
@@ -228,6 +235,10 @@ def _too_kind(gold: str, answer: str, gold_value: Any, answer_value: Any) -> str
         named = isinstance(left, Symbol | Function) or type(left).__name__ in ("Abs", "AppliedUndef")
         if len(unknowns) == 1 and not named:
             return "an equation to be solved is no answer"
+    for number, other in ((gold, answer), (answer, gold)):
+        plain = plain_number(unwrap_text(number))
+        if plain is not None and not plain.unit and GLUED.fullmatch(other):
+            return "a variable that the other has not"
     bases = [re.search(r"\d\s*_\s*\{?\s*(\d+)\s*\}?$", text) for text in (gold, answer)]
     if bases[0] and bases[1] and bases[0][1] != bases[1][1]:
         return "the numeral has another base"

@@ -53,6 +53,7 @@ DENIES = re.compile(
     r"\b(?:not|never|isn't|wrong|incorrect|unknown|undetermined|cannot|can't|except|neither|nor)\b", re.I
 )
 LATEX_NOISE = re.compile(r"\\(?:text|mbox|textbf|mathrm|quad|qquad|left|right|[a-zA-Z]+)\b|[{}$\\]")
+OPENING = re.compile(r"^[\s*]*(?:(?:therefore|thus|hence|so|then|we (?:get|have|find))\b[\s,:]*)+", re.IGNORECASE)
 CONCLUDES = re.compile(
     r"\b(?:therefore|thus|hence|so|in total|altogether|in conclusion|solution|we (?:find|get|have|obtain))\b",
     re.IGNORECASE,
@@ -61,6 +62,7 @@ SENTENCE_END = re.compile(r"(?<=[^\s.])[.!]\s+(?=[A-Z\[($\\])")
 END_OF_TURN = re.compile(r"<\|(?:im_start|im_end|endoftext|eot_id|end_of_text)\|>")
 FAREWELL = "I hope it is correct."
 UNMARKED = "no answer is marked as such"
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 TRANSLATION = str.maketrans(
     {
         "\N{MINUS SIGN}": "-",
@@ -107,7 +109,7 @@ def refuse_oversize(answer: str) -> Extraction:
         return Extraction(problem="the stated answer is empty")
     if len(answer) > MAX_ANSWER:
         return Extraction(problem=f"the stated answer has {len(answer)} characters, more than {MAX_ANSWER}")
-    if any(ord(character) < 32 and character not in "\n\t" or ord(character) == 127 for character in answer):
+    if CONTROL.search(answer):
         return Extraction(problem="the stated answer holds control characters")
     depth = deepest = 0
     for character in answer:
@@ -137,9 +139,12 @@ def _last_marker(text: str, markers: tuple[re.Pattern[str], ...]) -> tuple[re.Pa
     if not found:
         return None
     marker, matches = max(found, key=lambda pair: pair[1][-1].start())
+    boxes = dict(found).get(BOX, [])
+    if boxes and _balanced(text, boxes[-1].end())[0] > matches[-1].start():  # what is written in a box marks nothing
+        marker, matches = BOX, boxes
     if marker is BOX:
         line = text.rfind("\n", 0, matches[-1].start()) + 1
-        lines = [pair for pair in found if pair[0] is not BOX and pair[1][-1].start() >= line]
+        lines = [pair for pair in found if pair[0] is not BOX and line <= pair[1][-1].start() < matches[-1].start()]
         if lines:
             return max(lines, key=lambda pair: pair[1][-1].start())
     return marker, matches
@@ -247,6 +252,7 @@ def statement(line: str) -> Extraction:
     if inner:
         line = line[inner[-1].end() :]
     line = re.split(r"(?<=[^\s.])\.\s+(?=[A-Z\[(])", line, maxsplit=1)[0]
+    line = OPENING.sub("", line)
     if DENIES.search(line):
         return Extraction(problem=f"the response denies rather than answers: {clean(line)[:60]}")
     plain = clean(line)
@@ -272,9 +278,12 @@ def statement(line: str) -> Extraction:
 
 
 WORD = re.compile(r"[A-Za-z]{2,}")
-MATH_WORDS = frozenset(
-    "sin cos tan cot sec csc log ln exp pi sqrt frac and or max min mod gcd lcm infty cm mm km kg ft".split()
-)
+# fmt: off
+MATH_WORDS = frozenset((
+    "sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "pi", "sqrt", "frac", "and", "or", "max", "min",
+    "mod", "gcd", "lcm", "infty", "cm", "mm", "km", "kg", "ft",
+))
+# fmt: on
 
 
 def _prose(text: str) -> bool:

@@ -1,6 +1,6 @@
 """One answer against the truth: extraction by convention, then comparison. Runs in a worker; every verdict has a reason."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from a3po_megatron.records import Verdict
 from a3po_megatron.reward.compare import Comparison, NotComparable, anywhere, compare
@@ -15,14 +15,14 @@ class MathSettings:
     """What the judge is told with every answer."""
 
     convention: str = "auto"
-    comparison: Comparison = Comparison()
+    comparison: Comparison = field(default_factory=Comparison)
     kinds: tuple[str, ...] = ("latex", "expr")  # of convention `anywhere`: what math-verify looks for
 
     def __post_init__(self) -> None:
         assert self.convention in CONVENTIONS, f"convention {self.convention!r} is none of {', '.join(CONVENTIONS)}"
 
 
-def judge_math(gold: str, response: str, settings: MathSettings = MathSettings()) -> Verdict:  # noqa: B008 (frozen)
+def judge_math(gold: str, response: str, settings: MathSettings) -> Verdict:
     """Return 1.0 where the response states an answer equal to `gold`, else 0.0. Raises NotComparable for a bad gold."""
     if settings.convention == "last_number":
         return _judge_number(gold, response)

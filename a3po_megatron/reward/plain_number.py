@@ -16,11 +16,15 @@ UNIT_OF = {name + plural: unit for unit, names in UNITS.items() for name in name
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 CURRENCY = {"$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen"}
 # Words after a number that change it, so that what stands there is no number with a unit.
-NOT_UNITS = frozenset(
-    "pi sqrt sin cos tan log ln exp frac infty or and to minus plus times over squared cubed dozen dozens half halves mod "
-    "not no never wrong incorrect if unless except between than maybe perhaps possibly through base factorial third thirds "
-    "quarter quarters fifth fifths sixth eighth tenth tenths hundredth hundredths i e x y z".split()
-)
+# fmt: off
+NOT_UNITS = frozenset((
+    "pi", "sqrt", "sin", "cos", "tan", "log", "ln", "exp", "frac", "infty", "or", "and", "to", "minus", "plus",
+    "times", "over", "squared", "cubed", "dozen", "dozens", "half", "halves", "mod", "not", "no", "never", "wrong",
+    "incorrect", "if", "unless", "except", "between", "than", "maybe", "perhaps", "possibly", "through", "base",
+    "factorial", "third", "thirds", "quarter", "quarters", "fifth", "fifths", "sixth", "eighth", "tenth", "tenths",
+    "hundredth", "hundredths", "i", "e", "x", "y", "z",
+))
+# fmt: on
 NUMBER = re.compile(
     r"(?P<sign>[-+]?)\s*(?P<currency>[$€£¥]?)\s*(?P<sign2>[-+]?)"
     r"(?P<digits>(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)(?:\.\d*)?|\.\d+)"
