@@ -49,22 +49,31 @@ def _text(row: Any, key: str, where: str) -> str:
 
 
 def judge(path: Path, pool: WorkerPool, settings: MathSettings) -> None:
-    """Print one row a row."""
+    """Print one row a row, all of them; then raise UserError if a gold could not be judged."""
     rows = list(read_rows(path))  # all of them are looked at before the first is judged
     futures = [pool.submit(Request("math", gold, response, settings)) for _, gold, response in rows]
+    bad_truths = []
     for (number, gold, _), future in zip(rows, futures, strict=True):
-        verdict = _result(future, f"{path}, line {number}", gold)
+        verdict = _result(future)
+        if verdict is None:
+            verdict = Verdict(0.0, "the gold cannot be judged")
+            bad_truths.append((number, gold))
         row = {"reward": verdict.reward, "reason": verdict.reason, "extracted": verdict.extracted}
         print(json.dumps(row, ensure_ascii=False))
         if sys.stderr.isatty():
             print(f"\r{number}/{len(rows)}", end="", file=sys.stderr)
+    if bad_truths:
+        number, gold = bad_truths[0]
+        others = f", and {len(bad_truths) - 1} more" if bad_truths[1:] else ""
+        raise UserError(f"{path}, line {number}: the gold {gold[:80]!r} cannot be judged{others}: no reading as an answer")
 
 
-def _result(future: Future[Verdict], where: str, gold: str) -> Verdict:
+def _result(future: Future[Verdict]) -> Verdict | None:
+    """Return the verdict; None where the gold is to blame."""
     try:
         return future.result()
-    except RewardError as error:
-        raise UserError(f"{where}: the gold {gold[:80]!r} cannot be judged: {error}") from None
+    except RewardError:
+        return None
 
 
 def main(argv: list[str]) -> int:

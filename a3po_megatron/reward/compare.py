@@ -43,8 +43,12 @@ class NotComparable(Exception):
     """The text cannot be read as mathematics, or is too big to evaluate; the message says which."""
 
 
+class BadTruth(NotComparable):
+    """It is the truth that cannot be read."""
+
+
 def compare(gold: str, answer: str, how: Comparison) -> str:
-    """Return "" if `answer` equals `gold`, else the reason why not. Raises NotComparable for a gold without a reading."""
+    """Return "" if `answer` equals `gold`, else the reason why not. Raises BadTruth for a gold without a reading."""
     gold, answer = normalise(gold), normalise(answer)
     if not answer:
         return "the stated answer is empty"
@@ -57,11 +61,11 @@ def compare(gold: str, answer: str, how: Comparison) -> str:
         return "" if as_word(answer, of_gold=word) == word else "another word"
     gold_value, answer_value = parse_math(gold), parse_math(answer)
     if not gold_value:
-        raise NotComparable("it has no reading as mathematics or as a word")
+        raise BadTruth("it has no reading as mathematics or as a word")
     if not answer_value:
         return "the stated answer has no reading as mathematics"
-    for value in (gold_value, answer_value):
-        refuse_huge(value[0])
+    _refuse_huge_truth(gold_value[0])
+    refuse_huge(answer_value[0])
     kind = _too_kind(gold, answer, gold_value[0], answer_value[0])
     return kind or verify(gold_value, answer_value, how)
 
@@ -100,11 +104,11 @@ def anywhere(gold: str, response: str, how: Comparison, kinds: tuple[str, ...] =
         parse(response, targets, parsing_timeout=None),
     )
     if not gold_value:
-        raise NotComparable("math-verify finds no mathematics in it")
+        raise BadTruth("math-verify finds no mathematics in it")
     if not answer_value:
         return "math-verify finds no answer in the response", ""
-    for value in (gold_value[0], answer_value[0]):
-        refuse_huge(value)
+    _refuse_huge_truth(gold_value[0])
+    refuse_huge(answer_value[0])
     return verify(gold_value, answer_value, how), str(answer_value[-1])
 
 
@@ -176,6 +180,13 @@ def refuse_huge(value: Any) -> None:
 
     if isinstance(value, Basic):
         _log10(value)
+
+
+def _refuse_huge_truth(value: Any) -> None:
+    try:
+        refuse_huge(value)
+    except NotComparable as error:
+        raise BadTruth(str(error)) from None
 
 
 def _log10(node: Any) -> float:

@@ -53,7 +53,7 @@ DENIES = re.compile(
     r"\b(?:not|never|isn't|wrong|incorrect|unknown|undetermined|cannot|can't|except|neither|nor)\b", re.I
 )
 LATEX_NOISE = re.compile(r"\\(?:text|mbox|textbf|mathrm|quad|qquad|left|right|[a-zA-Z]+)\b|[{}$\\]")
-OPENING = re.compile(r"^[\s*]*(?:(?:therefore|thus|hence|so|then|we (?:get|have|find))\b[\s,:]*)+", re.IGNORECASE)
+OPENING = re.compile(r"^[\s*]*(?:(?:therefore|thus|hence|so|then|we (?:get|have|find|obtain)(?: that)?)\b[\s,:]*)+", re.IGNORECASE)
 CONCLUDES = re.compile(
     r"\b(?:therefore|thus|hence|so|in total|altogether|in conclusion|solution|we (?:find|get|have|obtain))\b",
     re.IGNORECASE,
@@ -232,7 +232,7 @@ def _unmarked(text: str, whole: bool) -> Extraction:
         return statement(re.sub(r"^[\s:]+", "", paragraph[matches[-1].end() :]))
     bare = clean(text)
     if whole and len(bare) <= MAX_ANSWER and not _prose(bare):
-        return Extraction(bare)
+        return statement(bare)
     sentence = SENTENCE_END.split(paragraph.removesuffix(FAREWELL).strip())[-1].split("\n")[-1]
     if (
         len(sentence) <= 300

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from a3po_megatron.records import Verdict
-from a3po_megatron.reward.compare import Comparison, NotComparable, anywhere, compare
+from a3po_megatron.reward.compare import BadTruth, Comparison, NotComparable, anywhere, compare
 from a3po_megatron.reward.extract import CONVENTIONS, MARKERS, find_answer, refuse_oversize
 from a3po_megatron.reward.numeric import final_number, numeric_verdict
 
@@ -23,12 +23,14 @@ class MathSettings:
 
 
 def judge_math(gold: str, response: str, settings: MathSettings) -> Verdict:
-    """Return 1.0 where the response states an answer equal to `gold`, else 0.0. Raises NotComparable for a bad gold."""
+    """Return 1.0 where the response states an answer equal to `gold`, else 0.0. Raises BadTruth for a bad gold."""
     if settings.convention == "last_number":
         return _judge_number(gold, response)
     if settings.convention == "anywhere":
         try:
             reason, found = anywhere(gold, response, settings.comparison, settings.kinds)
+        except BadTruth:
+            raise
         except NotComparable as error:
             return Verdict(0.0, str(error))
         return Verdict(0.0, reason, found[:SHOWN]) if reason else Verdict(1.0, "equal to the truth", found[:SHOWN])
@@ -38,6 +40,8 @@ def judge_math(gold: str, response: str, settings: MathSettings) -> Verdict:
     answer = found_answer.answer
     try:
         reason = compare(gold_answer(gold), answer, settings.comparison)
+    except BadTruth:
+        raise
     except NotComparable as error:
         return Verdict(0.0, str(error), answer[:SHOWN])
     return Verdict(0.0, reason, answer[:SHOWN]) if reason else Verdict(1.0, "equal to the truth", answer[:SHOWN])
@@ -54,5 +58,5 @@ def gold_answer(gold: str) -> str:
 
 def _judge_number(gold: str, response: str) -> Verdict:
     if final_number(gold) is None:
-        raise NotComparable("it holds no number")
+        raise BadTruth("it holds no number")
     return numeric_verdict(response, gold)

@@ -46,7 +46,7 @@ class Answer(msgspec.Struct, array_like=True):
 
 def handle(request: Request) -> Answer:
     """Answer one request; whatever the response does to the libraries becomes a verdict of 0."""
-    from a3po_megatron.reward.compare import NotComparable, check_gold
+    from a3po_megatron.reward.compare import BadTruth, check_gold
 
     if request.task == "python":
         return _call_user(request)
@@ -57,7 +57,7 @@ def handle(request: Request) -> Answer:
             return Answer(error=check_gold(request.answer))
         assert request.settings is not None
         return Answer(judge_math(request.answer, request.response, request.settings))
-    except NotComparable as error:
+    except BadTruth as error:
         return Answer(error=str(error))
     except MemoryError:
         return Answer(Verdict(0.0, "judging needed more memory than a worker may take"), ends=True)
