@@ -65,7 +65,9 @@ def judge(path: Path, pool: WorkerPool, settings: MathSettings) -> None:
     if bad_truths:
         number, gold = bad_truths[0]
         others = f", and {len(bad_truths) - 1} more" if bad_truths[1:] else ""
-        raise UserError(f"{path}, line {number}: the gold {gold[:80]!r} cannot be judged{others}: no reading as an answer")
+        raise UserError(
+            f"{path}, line {number}: the gold {gold[:80]!r} cannot be judged{others}: no reading as an answer"
+        )
 
 
 def _result(future: Future[Verdict]) -> Verdict | None:

@@ -53,7 +53,9 @@ DENIES = re.compile(
     r"\b(?:not|never|isn't|wrong|incorrect|unknown|undetermined|cannot|can't|except|neither|nor)\b", re.I
 )
 LATEX_NOISE = re.compile(r"\\(?:text|mbox|textbf|mathrm|quad|qquad|left|right|[a-zA-Z]+)\b|[{}$\\]")
-OPENING = re.compile(r"^[\s*]*(?:(?:therefore|thus|hence|so|then|we (?:get|have|find|obtain)(?: that)?)\b[\s,:]*)+", re.IGNORECASE)
+OPENING = re.compile(
+    r"^[\s*]*(?:(?:therefore|thus|hence|so|then|we (?:get|have|find|obtain)(?: that)?)\b[\s,:]*)+", re.IGNORECASE
+)
 CONCLUDES = re.compile(
     r"\b(?:therefore|thus|hence|so|in total|altogether|in conclusion|solution|we (?:find|get|have|obtain))\b",
     re.IGNORECASE,

@@ -24,13 +24,16 @@ AUTO_DIFFERS = {
     62: "broken LaTeX: dollars inside the box, and escaped quotes around the answer",
     **dict.fromkeys((119, 120, 121, 122, 123, 124, 143, 163), UNMARKED),
     130: "a form feed in the answer, from an unescaped \\frac in the test's source",
-    133: "a decimal rounded to two digits; the case asks for two-digit comparison, the judge compares six",
     214: "the truth is a broken box",
 }
 
 
 def test_every_label_of_the_published_gsm8k_solutions_is_reproduced(judge: Judge) -> None:
-    rows = [(row["ground_truth"], row[model]) for row in json_rows("gsm8k/example_model_solutions.jsonl") for model in MODELS]
+    rows = [
+        (row["ground_truth"], row[model])
+        for row in json_rows("gsm8k/example_model_solutions.jsonl")
+        for model in MODELS
+    ]
     verdicts = judge([(truth, labelled["solution"]) for truth, labelled in rows])
     wrong = [
         (truth[-20:], labelled["solution"][-60:], verdict)
