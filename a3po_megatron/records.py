@@ -49,15 +49,26 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """What one response is worth and why. Made by `reward/`, read by the controller and by people."""
+
+    reward: float
+    reason: str  # never empty
+    extracted: str = ""  # the answer that was read from the response, where there is one
+
+
+@dataclass(frozen=True)
 class Group:
     """All samples of one prompt with their rewards. Made by the controller, read by `batching/`."""
 
     problem: Problem
     samples: tuple[Sample, ...]
     rewards: Float32  # [len(samples)]
+    reasons: tuple[str, ...] = ()  # [len(samples)], why each reward is what it is; empty where nobody recorded it
 
     def __post_init__(self) -> None:
         assert len(self.samples) == len(self.rewards), f"group {self.problem.id}: one reward a sample"
+        assert len(self.reasons) in (0, len(self.samples)), f"group {self.problem.id}: one reason a sample"
 
     @property
     def oldest_version(self) -> int:

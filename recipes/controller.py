@@ -52,6 +52,7 @@ async def run(config: TrainConfig, token: str) -> None:
     try:
         await serve(controller, token, listener)
     finally:
+        await controller.parts.close_rewards()
         await controller.parts.fleet.aclose()
 
 

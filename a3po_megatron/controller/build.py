@@ -15,7 +15,8 @@ from a3po_megatron.data.load import load_task
 from a3po_megatron.data.source import PromptSource
 from a3po_megatron.errors import UserError
 from a3po_megatron.records import Float32, Problem
-from a3po_megatron.reward.base import build_reward, shuffled_rewards
+from a3po_megatron.reward.base import shuffled_rewards
+from a3po_megatron.reward.build import Rewards, check_reward
 from a3po_megatron.rollout.fleet import Fleet
 from a3po_megatron.rollout.sampling import SamplingSettings, check_rollout
 
@@ -23,7 +24,8 @@ from a3po_megatron.rollout.sampling import SamplingSettings, check_rollout
 def build_controller(config: TrainConfig, token: str) -> Controller:
     """Load the problems and put everything together, for settings that `check_controller` has passed.
 
-    Starts the files of the run's folder. Raises UserError for a file or row that is wrong, or another run's folder.
+    Starts the files of the run's folder, and the reward's workers where they have to look at the answers. Raises
+    UserError for a file or row that is wrong, or another run's folder.
     """
     data = load_task(config.data, config.model, config.rollout.max_model_len - config.rollout.max_response_tokens)
     heldout = data.heldout(config.controller.max_eval_problems)
@@ -38,17 +40,21 @@ def build_controller(config: TrainConfig, token: str) -> Controller:
     def reshuffle(rewards: Float32, batch_index: int) -> Float32:
         return shuffled_rewards(rewards, config.run.seed, batch_index)
 
+    rewards = Rewards(config.reward, data.decode_answer, config.rollout.max_response_tokens)
+    rewards.check([*data.train, *heldout])
     parts = Parts(
         fleet=Fleet(config.rollout, token, run_dir / "rendezvous", vocab_size=vocab_size),
         source=PromptSource(data.train, config.run.seed),
         heldout=heldout,
-        reward=build_reward(config.reward, data.decode_answer),
+        reward=rewards.training,
+        evaluation_reward=rewards.evaluation,
         advantage=config.advantage,
         reshuffle_rewards=reshuffle if config.reward.shuffle else None,
         sampling=SamplingSettings.from_config(config.rollout),
         greedy=SamplingSettings.from_config(config.rollout, evaluation=True),
         files=files,
         say=partial(print, flush=True),
+        close_rewards=rewards.aclose,
     )
     return Controller(config.controller, config.run.num_steps, config.run.seed, parts)
 
@@ -89,12 +95,7 @@ def check_controller(config: TrainConfig) -> None:
         )
     if not 1 <= controller.port <= 65535:
         raise UserError(f"controller.port={controller.port}: between 1 and 65535")
-    reward_of_task = {"arithmetic": "exact", "problems": "numeric"}[config.data.task]
-    if config.reward.kind != reward_of_task:
-        raise UserError(
-            f"reward.kind={config.reward.kind} does not fit data.task={config.data.task}; "
-            f"use reward.kind={reward_of_task}"
-        )
+    check_reward(config.reward, config.data.task, config.rollout.max_response_tokens)
 
 
 def check_lengths(problems: Sequence[Problem], rollout: RolloutConfig) -> None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from a3po_megatron.controller.groups import Generator
-from a3po_megatron.records import Problem
-from a3po_megatron.reward.base import RewardFunction
+from a3po_megatron.records import Problem, Sample
+from a3po_megatron.reward.base import Reward
 from a3po_megatron.rollout.sampling import SamplingSettings
 
 
@@ -35,7 +35,7 @@ class Evaluation:
 async def evaluate(
     fleet: Generator,
     problems: Sequence[Problem],
-    reward: RewardFunction,
+    reward: Reward,
     greedy: SamplingSettings,
     version: int,
     max_concurrent: int,
@@ -53,7 +53,16 @@ async def evaluate(
             response = await fleet.generate(problem.prompt_ids, greedy, f"eval{version}-{index}")
         versions = set(response.versions.tolist())
         assert versions <= {version}, f"evaluation of version {version} was answered by versions {versions}"
-        return await asyncio.to_thread(reward, problem, response.token_ids)
+        sample = Sample(
+            problem.id,
+            problem.prompt_ids,
+            response.token_ids,
+            response.logprobs,
+            response.versions,
+            response.finish_reason,
+        )
+        (verdict,) = await reward.judge(problem, [sample])
+        return verdict.reward
 
     try:
         async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as answers:

@@ -12,7 +12,7 @@ from a3po_megatron.batching.advantages import batch_advantages
 from a3po_megatron.config.schema import AdvantageConfig
 from a3po_megatron.data.source import Draw
 from a3po_megatron.records import Batch, Float32, Group, Int32, Problem, Sample
-from a3po_megatron.reward.base import RewardFunction
+from a3po_megatron.reward.base import Reward
 from a3po_megatron.rollout.client import Generation, PartialGeneration
 from a3po_megatron.rollout.sampling import SamplingSettings
 
@@ -55,7 +55,7 @@ async def generate_group(
     fleet: Generator,
     sampling: SamplingSettings,
     run_seed: int,
-    reward: RewardFunction,
+    reward: Reward,
     timeout_s: float,
 ) -> Group:
     """Sample one response for each of `running.responses`, all at once, and score them.
@@ -87,13 +87,14 @@ async def generate_group(
             f"tokens that arrived: {arrived}; the rollout log says why"
         ) from None
     samples = tuple(task.result() for task in tasks)
-    return Group(draw.problem, samples, await score(reward, draw.problem, samples))
+    return await judged(reward, draw.problem, samples)
 
 
-async def score(reward: RewardFunction, problem: Problem, samples: Sequence[Sample]) -> Float32:
-    """Return the rewards [len(samples)], computed off the event loop so that a slow checker holds up nobody."""
-    values = await asyncio.to_thread(lambda: [reward(problem, sample.response_ids) for sample in samples])
-    return np.asarray(values, dtype=np.float32)
+async def judged(reward: Reward, problem: Problem, samples: Sequence[Sample]) -> Group:
+    """Return the group of `samples` with their rewards and the reasons for them."""
+    verdicts = await reward.judge(problem, samples)
+    rewards = np.asarray([verdict.reward for verdict in verdicts], dtype=np.float32)
+    return Group(problem, tuple(samples), rewards, tuple(verdict.reason for verdict in verdicts))
 
 
 def batch_of(

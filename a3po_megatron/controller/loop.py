@@ -149,7 +149,7 @@ class Controller:
             evaluation = await evaluate(
                 self.parts.fleet,
                 self.parts.heldout,
-                self.parts.reward,
+                self.parts.evaluation_reward,
                 self.parts.greedy,
                 self.version,
                 self.config.max_concurrent_evals,
@@ -216,7 +216,7 @@ class Controller:
         now = time.monotonic()
         self._first_batch_at = self._first_batch_at or now
         self._step_metrics.handed_out(now, metrics)
-        self.parts.files.write_samples(batch, step=version)
+        self.parts.files.write_samples(batch, version, [reason for group in groups for reason in group.reasons])
         self.changes.notify()
         return batch
 

@@ -1,6 +1,6 @@
 """What the loop is given: the fleet, problems, rewards, settings of the requests, files."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,7 +9,7 @@ from a3po_megatron.controller.groups import Generator
 from a3po_megatron.controller.rows import RunFiles
 from a3po_megatron.data.source import PromptSource
 from a3po_megatron.records import Float32, Problem
-from a3po_megatron.reward.base import RewardFunction
+from a3po_megatron.reward.base import Reward
 from a3po_megatron.rollout.sampling import SamplingSettings
 
 
@@ -53,10 +53,12 @@ class Parts:
     fleet: Fleet
     source: PromptSource
     heldout: Sequence[Problem]  # empty: no evaluation
-    reward: RewardFunction
+    reward: Reward  # of training
+    evaluation_reward: Reward  # of held-out problems: the answer alone
     advantage: AdvantageConfig
     reshuffle_rewards: Callable[[Float32, int], Float32] | None  # (rewards of a batch, its index) -> rewards
     sampling: SamplingSettings  # of training; every request gets a seed of its own
     greedy: SamplingSettings  # of evaluation
     files: RunFiles
     say: Callable[[str], None]  # prints one line of progress
+    close_rewards: Callable[[], Awaitable[None]]  # ends the reward's worker processes and connections

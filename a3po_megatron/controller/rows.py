@@ -74,8 +74,8 @@ class RunFiles:
         """Append one evaluation."""
         self._append("evals.jsonl", asdict(evaluation))
 
-    def write_samples(self, batch: Batch, step: int) -> None:
-        """Write every sample of a batch as people read it, in batch order."""
+    def write_samples(self, batch: Batch, step: int, reasons: Sequence[str]) -> None:
+        """Write every sample of a batch as people read it, in batch order; `reasons` [samples] say why each reward."""
         lines = [
             msgspec.json.encode(
                 {
@@ -83,12 +83,15 @@ class RunFiles:
                     "prompt": self._decode(sample.prompt_ids.tolist()),
                     "response": self._decode(sample.response_ids.tolist()),
                     "reward": float(reward),
+                    "reason": reason,
                     "advantage": float(advantage),
                     "finish_reason": sample.finish_reason,
                     "versions": version_spans(sample.versions.tolist()),
                 }
             )
-            for sample, reward, advantage in zip(batch.samples, batch.rewards, batch.advantages, strict=True)
+            for sample, reward, reason, advantage in zip(
+                batch.samples, batch.rewards, reasons, batch.advantages, strict=True
+            )
         ]
         (self._dir / "samples" / f"step_{step:06d}.jsonl").write_bytes(b"\n".join([*lines, b""]))
 

@@ -1,7 +1,9 @@
 """Exact match on token ids: the reward of the arithmetic task."""
 
+from collections.abc import Sequence
+
 from a3po_megatron.data.arithmetic import EOS_ID, encode_text
-from a3po_megatron.records import Int32, Problem
+from a3po_megatron.records import Int32, Problem, Sample, Verdict
 
 
 def exact_match(problem: Problem, response_ids: Int32) -> float:
@@ -10,3 +12,11 @@ def exact_match(problem: Problem, response_ids: Int32) -> float:
     A right number that was cut off before the end token is worth nothing: the model has not said that it is done.
     """
     return float([*encode_text(problem.answer), EOS_ID] == list(response_ids))
+
+
+async def judge_exact(problem: Problem, samples: Sequence[Sample]) -> list[Verdict]:
+    """Judge every sample by `exact_match`."""
+    rewards = [exact_match(problem, sample.response_ids) for sample in samples]
+    return [
+        Verdict(reward, "equal to the truth" if reward else "not the truth and the end token") for reward in rewards
+    ]

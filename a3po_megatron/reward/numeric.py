@@ -3,6 +3,8 @@
 import re
 from decimal import Decimal
 
+from a3po_megatron.records import Verdict
+
 MARKER = "####"
 # -1,234.50 with an optional dollar sign; a minus right after a digit, letter or bracket is a subtraction
 NUMBER = re.compile(
@@ -21,6 +23,15 @@ def numeric_reward(response_text: str, answer: str) -> float:
     if expected is None:
         raise ValueError(f"answer {answer!r} holds no number")
     return float(final_number(response_text) == expected)
+
+
+def numeric_verdict(response_text: str, answer: str) -> Verdict:
+    """Return the verdict that belongs to `numeric_reward`, with the number that was read."""
+    found = final_number(response_text)
+    if found is None:
+        return Verdict(0.0, "the response holds no number")
+    reward = numeric_reward(response_text, answer)
+    return Verdict(reward, "equal to the truth" if reward else "another number", str(found)[:200])
 
 
 def final_number(text: str) -> Decimal | None:

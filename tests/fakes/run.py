@@ -19,8 +19,8 @@ from a3po_megatron.controller.rows import RunFiles
 from a3po_megatron.data.arithmetic import ArithmeticTask, decode_ids
 from a3po_megatron.data.source import PromptSource
 from a3po_megatron.records import Batch
-from a3po_megatron.reward.base import shuffled_rewards
-from a3po_megatron.reward.exact import exact_match
+from a3po_megatron.reward.base import Part, WeightedSum, shuffled_rewards
+from a3po_megatron.reward.exact import judge_exact
 from a3po_megatron.rollout.sampling import SamplingSettings
 from tests.fakes.fleet import FakeFleet
 
@@ -35,7 +35,12 @@ SMALL = ControllerConfig(
     poll_s=0.2,
 )
 
+EXACT = WeightedSum([Part("answer", 1.0, judge_exact)])
 Train = Callable[[int, Batch], Awaitable[None]]  # (version, batch)
+
+
+async def nothing() -> None:
+    """Close what is not open."""
 
 
 def make_controller(
@@ -48,13 +53,15 @@ def make_controller(
         fleet=fleet,
         source=PromptSource(task.problems(task.train_questions[:7]), seed),
         heldout=task.problems(task.heldout_questions[: config.max_eval_problems]),
-        reward=exact_match,
+        reward=EXACT,
+        evaluation_reward=EXACT,
         advantage=AdvantageConfig(),
         reshuffle_rewards=(lambda rewards, index: shuffled_rewards(rewards, seed, index)) if shuffle else None,
         sampling=SamplingSettings(temperature=1.0, max_tokens=4),
         greedy=SamplingSettings(temperature=0.0, max_tokens=4, evaluation=True),
         files=RunFiles(run_dir, decode_ids, resume=False),
         say=lambda line: None,
+        close_rewards=nothing,
     )
     return Controller(config, num_steps, seed, parts)
 

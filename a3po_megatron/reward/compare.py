@@ -1,0 +1,267 @@
+"""Whether a stated answer equals the truth: plain numbers exactly, words as words, everything else by math-verify.
+
+math-verify decides about mathematics. This file only goes before it (where text or exact decimals settle the matter) and
+guards it where it is known to be too kind: see `_too_kind`. Imports sympy when it is first needed: workers only.
+"""
+
+import logging
+import math
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from a3po_megatron.reward.plain_number import plain_number, same_number
+
+MAX_DIGITS = 20_000  # of any integer that an expression would make
+# Signs that people write for LaTeX commands, by code point.
+UNICODE = {
+    "\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u00f7": r"\div ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ",
+    "\u221e": r"\infty ", "\u03c0": r"\pi ", "\u03b8": r"\theta ", "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ",
+    "\u00b1": r"\pm ", "\u2205": r"\emptyset ", "\u00b2": "^2", "\u00b3": "^3", "\u00bd": r"\frac{1}{2}", "\u00b0": r"^\circ ",
+    "\u2212": "-", "\u2013": "-", "\u2019": "'", "\uff0c": ",", "\uff08": "(", "\uff09": ")",
+}  # fmt: skip
+TEXT = re.compile(r"\\(?:text|mbox|textbf|textit|mathrm|mathbf|operatorname|texttt|bf|rm)\s*\{([^{}]*)\}")
+SPACES = re.compile(
+    r"(?<!\\)\\[,;:! ]|\\q?quad\b|~|\\(?:left|right|displaystyle|big|Big)(?![A-Za-z])|\\hspace\{[^{}]*\}"
+)
+LABEL = re.compile(r"^\\text\s*\{\s*(?:the\s+)?(?:final\s+)?ans(?:wer)?\s*(?:is)?\s*:?\s*\}", re.IGNORECASE)
+GLUED = re.compile(r"[-+]?[\d.,]+[A-Za-z]")
+RELATION = re.compile(r"(?<![<>!\\])=(?!=)")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How math-verify compares; the defaults are its own."""
+
+    digits: int = 6  # after the point, where a decimal is compared with an exact value
+    strict: bool = True  # False: names of variables do not matter
+    relations_as_sets: bool = False  # `-2 <= x <= 7` also answers `[-2, 7]`
+
+
+class NotComparable(Exception):
+    """The text cannot be read as mathematics, or is too big to evaluate; the message says which."""
+
+
+class BadTruth(NotComparable):
+    """It is the truth that cannot be read."""
+
+
+def compare(gold: str, answer: str, how: Comparison) -> str:
+    """Return "" if `answer` equals `gold`, else the reason why not. Raises BadTruth for a gold without a reading."""
+    gold, answer = normalise(gold), normalise(answer)
+    if not answer:
+        return "the stated answer is empty"
+    gold_number, answer_number = plain_number(unwrap_text(gold)), plain_number(unwrap_text(answer))
+    if gold_number is not None and answer_number is not None:
+        return same_number(gold_number, answer_number)
+    if squeeze(gold) == squeeze(answer):
+        return ""
+    if (word := as_word(gold)) is not None:
+        return "" if as_word(answer, of_gold=word) == word else "another word"
+    gold_value, answer_value = parse_math(gold), parse_math(answer)
+    if not gold_value:
+        raise BadTruth("it has no reading as mathematics or as a word")
+    if not answer_value:
+        return "the stated answer has no reading as mathematics"
+    _refuse_huge_truth(gold_value[0])
+    refuse_huge(answer_value[0])
+    kind = _too_kind(gold, answer, gold_value[0], answer_value[0])
+    return kind or verify(gold_value, answer_value, how)
+
+
+def verify(gold: list[Any], answer: list[Any], how: Comparison) -> str:
+    """Ask math-verify about two parsed answers; "" if they are equal."""
+    from math_verify import verify as math_verify
+
+    equal = math_verify(
+        gold,
+        answer,
+        float_rounding=how.digits,
+        strict=how.strict,
+        allow_set_relation_comp=how.relations_as_sets,
+        timeout_seconds=None,  # its own timeouts are signals; the pool kills the worker instead
+    )
+    return "" if equal else "not equal"
+
+
+@lru_cache(maxsize=4096)
+def parse_math(text: str) -> list[Any]:
+    """Return math-verify's reading of a normalised answer: [sympy object] or []."""
+    from math_verify import LatexExtractionConfig, parse
+
+    found = parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
+    return found[:1]
+
+
+def anywhere(gold: str, response: str, how: Comparison, kinds: tuple[str, ...] = ("latex", "expr")) -> tuple[str, str]:
+    """Compare what math-verify itself finds in two texts; return (reason or "", what it found in the response)."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    targets = [{"latex": LatexExtractionConfig(), "expr": ExprExtractionConfig()}[kind] for kind in kinds]
+    gold_value, answer_value = (
+        parse(gold, targets, parsing_timeout=None),
+        parse(response, targets, parsing_timeout=None),
+    )
+    if not gold_value:
+        raise BadTruth("math-verify finds no mathematics in it")
+    if not answer_value:
+        return "math-verify finds no answer in the response", ""
+    _refuse_huge_truth(gold_value[0])
+    refuse_huge(answer_value[0])
+    return verify(gold_value, answer_value, how), str(answer_value[-1])
+
+
+def check_gold(gold: str) -> str:
+    """Return "" if answers can be compared with `gold`, else why not."""
+    text = normalise(gold)
+    if plain_number(unwrap_text(text)) is not None or as_word(text) is not None:
+        return ""
+    try:
+        value = parse_math(text)
+        if value:
+            refuse_huge(value[0])
+            return "" if not verify(value, value, Comparison()) else "math-verify does not find it equal to itself"
+    except NotComparable as error:
+        return str(error)
+    return "it has no reading as mathematics or as a word"
+
+
+def normalise(text: str) -> str:
+    """Return the answer in one spelling: no dollar signs, spacing commands, delimiters' sizes; LaTeX for Unicode signs."""
+    for character, latex in UNICODE.items():
+        text = text.replace(character, latex)
+    text = text.replace("{,}", ",").replace(r"\$", "$")
+    text = re.sub(r"(?<=\d)\s*,\s*\\!\s*(?=\d{3})", ",", text)  # 10,\!080
+    text = SPACES.sub(" ", text).replace(r"\%", "%").replace("\n", " ").replace("**", "^")
+    text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text)
+    text = re.sub(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
+    text = re.sub(
+        r"(?<![\\A-Za-z])(pi|infinity|infty|theta)(?![A-Za-z])", lambda m: "\\" + m[0].replace("inity", "ty"), text
+    )
+    text = re.sub(r"√\s*(\d+|\([^()]*\)|[a-z])", r"\\sqrt{\1}", text)
+    text = re.sub(r"\s+", " ", text).strip()
+    text = LABEL.sub("", text).strip()
+    number = re.fullmatch(r"\$\s*(.*)", text)
+    if text.count("$") > 1 or (text.endswith("$") and len(text) > 1 and not number):
+        text = text.replace("$", " ").strip()
+    elif number and not re.match(r"[-+\d.]", number[1]):
+        text = number[1]
+    return text
+
+
+def unwrap_text(text: str) -> str:
+    """Return `text` with the content of `\\text{...}` and its like in place of the command."""
+    return re.sub(r"\s+", " ", TEXT.sub(r" \1 ", text)).strip()
+
+
+def squeeze(text: str) -> str:
+    """Return `text` without the spaces that mean nothing."""
+    return re.sub(r"(?<![A-Za-z0-9]) | (?![A-Za-z0-9])", "", text)
+
+
+def as_word(text: str, of_gold: str = "") -> str | None:
+    """Return the words that a verbal answer is, in lower case; None where `text` is not verbal.
+
+    Verbal are `\\text{Evelyn}`, `\\text{(C)}`, and letters alone from four on: shorter ones are products of variables.
+    With `of_gold`, which is verbal, shorter letters are too.
+    """
+    inner = TEXT.sub(r" \1 ", text)
+    verbal = inner != text or of_gold
+    if not re.fullmatch(r"[\s(]*[A-Za-z][A-Za-z\s'().,-]*", inner):
+        return None
+    words = re.sub(r"[^a-z]+", " ", inner.lower()).strip()
+    return words if verbal or len(words) >= 4 else None
+
+
+def refuse_huge(value: Any) -> None:
+    """Raise NotComparable if evaluating a parsed expression would make a number of more than MAX_DIGITS digits."""
+    from sympy import Basic
+
+    if isinstance(value, Basic):
+        _log10(value)
+
+
+def _refuse_huge_truth(value: Any) -> None:
+    try:
+        refuse_huge(value)
+    except NotComparable as error:
+        raise BadTruth(str(error)) from None
+
+
+def _log10(node: Any) -> float:
+    """Return an upper bound of |log10 |node|| for what is made of numbers, at least 1 for anything else."""
+    from sympy import Add, Integer, Mul, Pow, Rational, binomial, factorial
+
+    if isinstance(node, Rational):
+        size = max(math.log10(max(abs(node.p), 1)), math.log10(node.q))
+    else:
+        parts = [_log10(part) for part in node.args]
+        if isinstance(node, Pow):
+            size = max(parts[0], 1.0) * _exponent(node.args[1], parts[1])
+        elif isinstance(node, factorial | binomial):
+            number = float(node.args[0]) if isinstance(node.args[0], Integer) else _whole(node.args[0], parts[0])
+            size = abs(number) * max(parts[0], 1.0)
+        elif isinstance(node, Mul):
+            size = sum(parts)
+        elif isinstance(node, Add):
+            size = max(parts, default=1.0) + math.log10(len(parts) or 1)
+        else:
+            size = max(parts, default=1.0)
+    if size > MAX_DIGITS:
+        raise NotComparable(f"it would make a number of more than {MAX_DIGITS} digits")
+    return size
+
+
+def _exponent(node: Any, log10: float) -> float:
+    """Return by how much a power's exponent multiplies digits: sympy multiplies powers of rational exponents out."""
+    from sympy import Rational
+
+    return abs(float(node)) if isinstance(node, Rational) else _whole(node, log10)
+
+
+def _whole(node: Any, log10: float) -> float:
+    """Return a bound of an expression's value if it is made of integers alone, else 1: it stays symbolic."""
+    from sympy import Integer
+
+    atoms = node.atoms()
+    return 10 ** min(log10, 300.0) if atoms and all(isinstance(atom, Integer) for atom in atoms) else 1.0
+
+
+def _too_kind(gold: str, answer: str, gold_value: Any, answer_value: Any) -> str:
+    """Return why math-verify's yes could not be trusted here, or "".
+
+    It takes the right side of any equation for an answer (`2x = 5` for 5), multiplies the letters of words (`east` is
+    `seat`), forgets the base of a numeral (`52_8` is `52_7`), and takes `7m` for seven metres.
+    """
+    from sympy import Eq, Function, Symbol
+
+    if isinstance(answer_value, Eq) and not isinstance(gold_value, Eq) and not RELATION.search(gold):
+        left, right = answer_value.lhs, answer_value.rhs
+        unknowns: set[Any] = getattr(left, "free_symbols", set())
+        if not unknowns and not hasattr(left, "free_symbols"):
+            return ""
+        if not unknowns:
+            return verify([right], [left], Comparison()) and "the equation is false"
+        named = isinstance(left, Symbol | Function) or type(left).__name__ in ("Abs", "AppliedUndef")
+        if len(unknowns) == 1 and not named:
+            return "an equation to be solved is no answer"
+    for number, other in ((gold, answer), (answer, gold)):
+        plain = plain_number(unwrap_text(number))
+        if plain is not None and not plain.unit and GLUED.fullmatch(other):
+            return "a variable that the other has not"
+    bases = [re.search(r"\d\s*_\s*\{?\s*(\d+)\s*\}?$", text) for text in (gold, answer)]
+    if bases[0] and bases[1] and bases[0][1] != bases[1][1]:
+        return "the numeral has another base"
+    letters = [re.sub(r"[^A-Za-z]", "", unwrap_text(text)) for text in (gold, answer)]
+    if (
+        all(re.fullmatch(r"[A-Za-z ]{4,}", text) for text in (gold, answer))
+        and letters[0].lower() != letters[1].lower()
+    ):
+        return "another word"
+    return ""
+
+
+def quiet() -> None:
+    """Switch off the libraries' logging, which would report every answer that cannot be parsed."""
+    logging.disable(logging.CRITICAL)

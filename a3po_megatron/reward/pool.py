@@ -1,0 +1,249 @@
+"""Worker processes that judge answers under a deadline that really ends them.
+
+    judge() --> queue of N threads --> pipe --> worker process (sympy lives there)
+                       |                            |
+                       +--- deadline: SIGKILL ------+   then another worker
+
+A thread writes one request and waits for one answer; past the deadline it kills its worker by pid and starts another for the
+next request. Nothing here uses signals of this process, and nothing runs on the caller's event loop.
+"""
+
+import asyncio
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from a3po_megatron.config.schema import RewardPoolConfig
+from a3po_megatron.errors import UserError
+from a3po_megatron.records import Verdict
+from a3po_megatron.reward.worker import LENGTH, Answer, Request
+
+SOURCE_ROOT = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 120.0  # of a worker: it imports sympy
+MAX_ANSWER_BYTES = 1 << 20
+
+
+class WorkerFailed(Exception):
+    """A worker is gone; the message says how."""
+
+
+class RewardError(Exception):
+    """A reward cannot be computed, through no fault of the response: a broken user function, endpoint or truth."""
+
+
+class WorkerPool:
+    """`config.num_workers` processes, started when they are first needed. Safe to use from any thread or event loop."""
+
+    def __init__(self, config: RewardPoolConfig) -> None:
+        self.config = config
+        self.restarts = 0  # workers that had to be killed or died
+        self._threads = ThreadPoolExecutor(config.num_workers, thread_name_prefix="reward")
+        self._own = threading.local()
+        self._workers: set[Worker] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def submit(self, request: Request) -> Future[Verdict]:
+        """Return the future verdict on one request. It raises RewardError where the response is not to blame."""
+        length = len(request.response)
+        if length > self.config.max_response_chars:
+            refused: Future[Verdict] = Future()
+            limit = self.config.max_response_chars
+            refused.set_result(Verdict(0.0, f"the response has {length} characters, more than {limit}"))
+            return refused
+        return self._threads.submit(self._judge, request)
+
+    async def judge(self, requests: Sequence[Request]) -> list[Verdict]:
+        """Return the verdicts in the order of the requests, without holding up the event loop."""
+        return list(await asyncio.gather(*(asyncio.wrap_future(self.submit(request)) for request in requests)))
+
+    def judge_now(self, requests: Sequence[Request]) -> list[Verdict]:
+        """Return the verdicts in the order of the requests; blocks."""
+        return [future.result() for future in [self.submit(request) for request in requests]]
+
+    def pids(self) -> list[int]:
+        """Return the process ids of the workers that live."""
+        with self._lock:
+            return [worker.pid for worker in self._workers]
+
+    def close(self) -> None:
+        """End all workers; requests in work get RewardError."""
+        self._closed = True
+        with self._lock:
+            workers = list(self._workers)
+        for worker in workers:
+            worker.kill()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for worker in workers:
+            worker.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _judge(self, request: Request) -> Verdict:
+        worker = self._worker()
+        try:
+            answer = worker.ask(msgspec.msgpack.encode(_encodable(request)), self.config.timeout_s)
+        except TimeoutError:
+            self._drop(worker)
+            return Verdict(0.0, f"not judged within {self.config.timeout_s:g} s (reward.pool.timeout_s)")
+        except WorkerFailed as error:
+            self._drop(worker)
+            if self._closed:
+                raise RewardError("the worker pool was closed") from None
+            return Verdict(0.0, f"the worker ended over this answer: {error}")
+        if answer.ends:
+            self._drop(worker)
+        if answer.error:
+            raise RewardError(answer.error)
+        return answer.verdict or Verdict(1.0, "comparable")
+
+    def _worker(self) -> "Worker":
+        """Return this thread's worker, started now if it has none."""
+        worker: Worker | None = getattr(self._own, "worker", None)
+        if worker is None:
+            worker = Worker(self.config.memory_bytes)
+            with self._lock:
+                self._workers.add(worker)
+                if self._closed:
+                    worker.kill()
+            self._own.worker = worker
+            try:
+                worker.wait_ready()
+            except (TimeoutError, WorkerFailed) as error:
+                self._drop(worker)
+                raise RewardError(f"a reward worker did not start: {error}; its stderr says why") from None
+        return worker
+
+    def _drop(self, worker: "Worker") -> None:
+        self._own.worker = None
+        worker.end()
+        with self._lock:
+            self._workers.discard(worker)
+            self.restarts += 1
+
+
+class Worker:
+    """One process and its pipes. Used by one thread, except for `kill`."""
+
+    def __init__(self, memory_bytes: int) -> None:
+        paths = [str(SOURCE_ROOT), os.environ.get("PYTHONPATH", "")]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-m", "a3po_megatron.reward.worker", str(os.getpid()), str(memory_bytes)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=0
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._in, False)
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def wait_ready(self) -> None:
+        """Wait until the imports are done."""
+        self._receive(time.monotonic() + START_TIMEOUT_S)
+
+    def ask(self, body: bytes, timeout_s: float) -> Answer:
+        """Send one request and return the answer. Raises TimeoutError, or WorkerFailed if the process ended."""
+        deadline = time.monotonic() + timeout_s
+        self._send(LENGTH.pack(len(body)) + body, deadline)
+        return msgspec.msgpack.decode(self._receive(deadline), type=Answer)
+
+    def kill(self) -> None:
+        """SIGKILL, by pid; nothing happens if it has been waited for."""
+        self._process.kill()
+
+    def end(self) -> None:
+        """Kill, wait, close the pipes: nothing of the process is left."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+
+    def _send(self, data: bytes, deadline: float) -> None:
+        view = memoryview(data)
+        while view:
+            self._wait(self._in, select.POLLOUT, deadline)
+            try:
+                view = view[os.write(self._in, view) :]
+            except BlockingIOError:
+                continue
+            except OSError:
+                raise WorkerFailed(self._exit()) from None
+
+    def _receive(self, deadline: float) -> bytes:
+        (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline))
+        if length > MAX_ANSWER_BYTES:
+            raise WorkerFailed(f"it announced an answer of {length} bytes")
+        return self._read(length, deadline)
+
+    def _read(self, count: int, deadline: float) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            self._wait(self._out, select.POLLIN, deadline)
+            part = os.read(self._out, count - len(data))
+            if not part:
+                raise WorkerFailed(self._exit())
+            data += part
+        return bytes(data)
+
+    def _wait(self, descriptor: int, event: int, deadline: float) -> None:
+        poll = select.poll()
+        poll.register(descriptor, event)
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise TimeoutError
+
+    def _exit(self) -> str:
+        try:
+            return f"exit code {self._process.wait(timeout=5)}"
+        except subprocess.TimeoutExpired:
+            return "its pipes are closed"
+
+
+def _encodable(request: Request) -> Request:
+    """Return the request without lone surrogates, which are no text: each becomes `?`."""
+    fields = {
+        name: getattr(request, name).encode("utf-8", "replace").decode()
+        for name in ("answer", "response", "problem_id")
+    }
+    return msgspec.structs.replace(request, **fields)
+
+
+def check_golds(pool: WorkerPool, answers: Sequence[tuple[str, str]]) -> None:
+    """Raise UserError for the first (problem id, answer) that no response could be compared with."""
+    futures = [pool.submit(Request("gold", answer, "")) for _, answer in answers]
+    for (problem_id, answer), future in zip(answers, futures, strict=True):
+        try:
+            verdict = future.result()
+        except RewardError as error:
+            reason = str(error)
+        else:
+            reason = "" if verdict.reward == 1.0 else verdict.reason
+        if reason:
+            raise UserError(
+                f"data: problem {problem_id}: the answer {answer[:80]!r} cannot be judged: {reason}; correct or drop the row"
+            )
