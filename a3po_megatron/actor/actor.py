@@ -28,7 +28,7 @@ from a3po_megatron.actor import device as devices
 from a3po_megatron.actor import parallel, pipeline
 from a3po_megatron.actor.hf_folder import HFFolder
 from a3po_megatron.actor.hf_weights import export_weights, load_weights, random_source
-from a3po_megatron.actor.logprobs import token_is_greedy, token_logprobs
+from a3po_megatron.actor.logprobs import make_head, token_is_greedy, token_logprobs, token_output
 from a3po_megatron.actor.model import DTYPES, build_chunks, transformer_config
 from a3po_megatron.actor.optimizer import NonFiniteError, build_optimizer, build_scheduler, clip_and_check, wrap_chunks
 from a3po_megatron.batching.packing import Microbatch, TokenSequence, make_microbatches
@@ -78,7 +78,7 @@ class Actor:
         self.optimizer: ChainedOptimizer = build_optimizer(self.chunks, optimizer, actor, DTYPES[actor.dtype])
         self.scheduler: OptimizerParamScheduler = build_scheduler(self.optimizer, optimizer)
         self.num_forward_passes = 0  # microbatches that this rank has run so far, with or without gradient
-        self._token_logprobs = partial(token_logprobs, temperature=temperature)
+        self._head = make_head(actor, temperature)
 
     def train_step(self, sequences: Sequence[TokenSequence], loss: pipeline.Loss) -> StepReport:
         """Take one optimizer step on `sequences`.
@@ -92,9 +92,8 @@ class Actor:
 
         self._zero_gradients()
         self.num_forward_passes += len(microbatches)
-        metrics = pipeline.forward_backward(
-            self.chunks, microbatches, self._token_logprobs, self.shape.vocab_size, loss
-        )
+        processor = partial(token_output, head=self._head, with_entropy=loss.needs_entropy)
+        metrics = pipeline.forward_backward(self.chunks, microbatches, processor, self.shape.vocab_size, loss)
         totals = self._reduce(metrics, ["loss", *loss.metric_names])
         self._check_loss(totals["loss"])
         grad_norm = clip_and_check(self.optimizer, self.optimizer_settings.clip_grad)
@@ -123,11 +122,11 @@ class Actor:
         The microbatches are those that `train_step` makes of the same sequences, so each sequence's log-probabilities
         are computed on the rank, and in the company, in which its loss will be.
         """
-        return self._forward(steps, self._token_logprobs)
+        return self._forward(steps, partial(token_logprobs, head=self._head))
 
     def is_greedy(self, sequences: Sequence[TokenSequence]) -> dict[int, NDArray[np.bool_]]:
         """Return {index: bool [n-1]}: whether each token but the first is the most probable one. Placed as `logprobs`."""
-        return self._forward([sequences], token_is_greedy)[0]
+        return self._forward([sequences], partial(token_is_greedy, head=self._head))[0]
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor) of the current weights in model order, on every rank."""

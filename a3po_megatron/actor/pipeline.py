@@ -13,7 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from a3po_megatron.actor.logprobs import LabelContext
+from a3po_megatron.actor.logprobs import LabelContext, TokenOutput
 from a3po_megatron.batching.packing import Microbatch
 
 # Scalars of a microbatch: sums over its tokens, or, under a name that ends in `max`, the largest.
@@ -27,7 +27,13 @@ class Loss(Protocol):
     def metric_names(self) -> tuple[str, ...]:
         """Names of the metrics it returns, the same on every rank."""
 
-    def __call__(self, logprobs: Tensor, trainable: Tensor, fields: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether it takes the entropy of the policy at each token; else it gets None."""
+
+    def __call__(
+        self, logprobs: Tensor, trainable: Tensor, fields: Mapping[str, Tensor], entropy: Tensor | None
+    ) -> tuple[Tensor, Metrics]:
         """Return the scalar loss, a sum over trainable tokens, and the metrics; all arguments are [b, s]."""
 
 
@@ -36,13 +42,15 @@ def forward_backward(
 ) -> list[Metrics]:
     """Accumulate the gradient of `loss` over the microbatches and divide it by the global count of trainable tokens.
 
+    `processor` returns a TokenOutput, with entropy where the loss needs it.
     Returns each microbatch's metrics on the last pipeline stage, `loss` among them, and nothing on the other stages.
     """
 
-    def finish(microbatch: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Metrics]:
-        to = partial(_to_device, device=output.device)
+    def finish(microbatch: Microbatch, output: TokenOutput) -> tuple[Tensor, Tensor, Metrics]:
+        to = partial(_to_device, device=output.logprobs.device)
         trainable = to(microbatch.trainable)
-        total, metrics = loss(output, trainable, {name: to(values) for name, values in microbatch.fields.items()})
+        fields = {name: to(values) for name, values in microbatch.fields.items()}
+        total, metrics = loss(output.logprobs, trainable, fields, output.entropy)
         return total, trainable.sum().int(), {"loss": total.detach(), **metrics}
 
     return _run(chunks, microbatches, processor, vocab_size, finish, forward_only=False)

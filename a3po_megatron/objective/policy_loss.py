@@ -38,8 +38,10 @@ class PolicyLoss:
         "policy/fresh_logprob_gap_max",  # |log pi_theta - log pi_behav| of tokens with d = 0; -inf where there are none
     )
 
+    needs_entropy: bool = False
+
     def __call__(
-        self, logprobs: Tensor, trainable: Tensor, fields: Mapping[str, Tensor]
+        self, logprobs: Tensor, trainable: Tensor, fields: Mapping[str, Tensor], entropy: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the scalar loss and the metrics: sums over trainable tokens, or maxima under names that end in `max`.
 
