@@ -84,6 +84,7 @@ def test_every_shipped_file_is_valid(path: Path) -> None:
             "needs actor.distributed_optimizer=true and actor.overlap_grad_reduce=true",
         ),
         ({"data_parallel": 0}, QWEN, "actor.data_parallel=0: must be at least 1"),
+        ({"logprob_chunk_tokens": -1}, QWEN, "actor.logprob_chunk_tokens=-1: must be at least 0"),
         ({"max_tokens_per_microbatch": 0}, QWEN, "actor.max_tokens_per_microbatch=0: must be at least 1"),
         ({"timeout_s": 0.0}, QWEN, "actor.timeout_s=0.0"),
     ],
