@@ -22,7 +22,7 @@ Convention = Literal["auto", "boxed", "answer_line", "gsm8k", "last_number", "an
 CONVENTIONS: tuple[str, ...] = get_args(Convention)
 WINDOW = 4000  # characters at the end of a response in which the answer must begin
 MAX_ANSWER = 500  # characters; no real answer comes near
-MAX_NESTING = 24  # of braces, brackets and parentheses together
+MAX_NESTING = 12  # of braces, brackets and parentheses together; the parser takes seconds for a few more
 
 BOX = re.compile(r"\\+(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
 ANSWER_LINE = re.compile(r"(?:\banswer|答案)\s*(?:\*\*|__)?\s*:(?:\*\*|__)?[ \t]*", re.IGNORECASE)
