@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from a3po_megatron.config.schema import AdvantageConfig
-from a3po_megatron.controller.groups import Generator
 from a3po_megatron.controller.rows import RunFiles
 from a3po_megatron.data.source import PromptSource
 from a3po_megatron.records import Float32, Problem
 from a3po_megatron.reward.base import Reward
+from a3po_megatron.rollout.generator import Generator
 from a3po_megatron.rollout.sampling import SamplingSettings
 
 
