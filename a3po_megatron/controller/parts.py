@@ -58,7 +58,7 @@ class Parts:
     advantage: AdvantageConfig
     reshuffle_rewards: Callable[[Float32, int], Float32] | None  # (rewards of a batch, its index) -> rewards
     sampling: SamplingSettings  # of training; every request gets a seed of its own
-    greedy: SamplingSettings  # of evaluation
+    evaluation_sampling: SamplingSettings
     files: RunFiles
     say: Callable[[str], None]  # prints one line of progress
     close_rewards: Callable[[], Awaitable[None]]  # ends the reward's worker processes and connections

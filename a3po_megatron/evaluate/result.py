@@ -1,6 +1,5 @@
 """Answers -> the result of an evaluation: figures by set and overall, and which weight versions answered."""
 
-import itertools
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -10,8 +9,6 @@ from typing import Any
 from a3po_megatron.evaluate.figures import RewardFigures, reward_figures
 from a3po_megatron.evaluate.loop import Answers
 from a3po_megatron.records import Sample
-
-OVERALL = "overall"
 
 
 @dataclass(frozen=True)
@@ -59,11 +56,11 @@ class Result:
 
 
 def result_of(answers: Sequence[Answers], ks: Sequence[int]) -> Result:
-    """Return the result of `answers`, of which those of one set stand side by side. `ks`: of pass@k."""
-    sets = {
-        name: set_result(tuple(of_set), ks)
-        for name, of_set in itertools.groupby(answers, key=lambda one: one.problem.source)
-    }
+    """Return the result of `answers`; a problem's set is its `source`. `ks`: of pass@k."""
+    by_set: dict[str, list[Answers]] = {}
+    for one in answers:
+        by_set.setdefault(one.problem.source, []).append(one)
+    sets = {name: set_result(of_set, ks) for name, of_set in by_set.items()}
     versions = Counter(version_range(sample) for one in answers for sample in one.samples)
     return Result(answers, sets, set_result(answers, ks), dict(sorted(versions.items())))
 
