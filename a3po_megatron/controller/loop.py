@@ -212,8 +212,8 @@ class Controller:
         """Make the fleet ready to receive the weights of the next version; return whom to send them to.
 
         Waits for an evaluation that must have one version and, in lockstep, for every group that must come from the
-        version that is replaced; the answer's `waited_s` is how long. Woken by a finished group, an evaluation. Raises Refused for any
-        version but the next.
+        version that is replaced; the answer's `waited_s` is how long. Woken by a finished group, an evaluation. Raises
+        Refused for any version but the next.
         """
         if self.publishing or manifest.version != self.version + 1:
             state = f"is being replaced by version {self.version + 1}" if self.publishing else "is live"
