@@ -167,8 +167,9 @@ async def run(job: Job, model: Path, say: Say, progress: FollowProgress) -> tupl
             return await with_own_servers(
                 config.rollout, model, job.token, job.vocab_size, config.seed, job.folder / "logs", say, work
             )
-        fleet = await RunningFleet.connect(config.rollout, job.token, job.vocab_size, job.target.urls)
+        fleet = RunningFleet(config.rollout, job.token, job.vocab_size)
         try:
+            await fleet.connect(job.target.urls)
             say(f"servers: {', '.join(fleet.urls)}")
             return await work(fleet)
         finally:
