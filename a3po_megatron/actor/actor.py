@@ -28,7 +28,7 @@ from a3po_megatron.actor import device as devices
 from a3po_megatron.actor import parallel, pipeline
 from a3po_megatron.actor.hf_folder import HFFolder
 from a3po_megatron.actor.hf_weights import export_weights, load_weights, random_source
-from a3po_megatron.actor.logprobs import token_is_greedy, token_logprobs
+from a3po_megatron.actor.logprobs import make_head, token_is_greedy, token_logprobs, token_output
 from a3po_megatron.actor.model import DTYPES, build_chunks, transformer_config
 from a3po_megatron.actor.nonfinite import NonFiniteError, find_culprit
 from a3po_megatron.actor.optimizer import (
@@ -85,7 +85,7 @@ class Actor:
         self.optimizer: ChainedOptimizer = build_optimizer(self.chunks, optimizer, actor, DTYPES[actor.dtype])
         self.scheduler: OptimizerParamScheduler = build_scheduler(self.optimizer, optimizer)
         self.num_forward_passes = 0  # microbatches that this rank has run so far, with or without gradient
-        self._token_logprobs = partial(token_logprobs, temperature=temperature)
+        self._head = make_head(actor, temperature)
 
     def train_step(self, sequences: Sequence[TokenSequence], loss: pipeline.Loss) -> StepReport:
         """Take one optimizer step on `sequences`.
@@ -129,11 +129,11 @@ class Actor:
         The microbatches are those that `train_step` makes of the same sequences, so each sequence's log-probabilities
         are computed on the rank, and in the company, in which its loss will be.
         """
-        return self._forward(steps, self._token_logprobs)
+        return self._forward(steps, partial(token_logprobs, head=self._head))
 
     def is_greedy(self, sequences: Sequence[TokenSequence]) -> dict[int, NDArray[np.bool_]]:
         """Return {index: bool [n-1]}: whether each token but the first is the most probable one. Placed as `logprobs`."""
-        return self._forward([sequences], token_is_greedy)[0]
+        return self._forward([sequences], partial(token_is_greedy, head=self._head))[0]
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor) of the current weights in model order, on every rank."""
@@ -200,9 +200,8 @@ class Actor:
     def _forward_backward(self, microbatches: Sequence[Microbatch], loss: pipeline.Loss) -> dict[str, float]:
         """Accumulate the gradients; return the loss and its metrics, summed over the step."""
         self.num_forward_passes += len(microbatches)
-        metrics = pipeline.forward_backward(
-            self.chunks, microbatches, self._token_logprobs, self.shape.vocab_size, loss
-        )
+        processor = partial(token_output, head=self._head, with_entropy=loss.needs_entropy)
+        metrics = pipeline.forward_backward(self.chunks, microbatches, processor, self.shape.vocab_size, loss)
         return self._reduce(metrics, ["loss", *loss.metric_names])
 
     def _name_culprit(self, sequences: Sequence[TokenSequence], loss: pipeline.Loss) -> str:

@@ -9,6 +9,7 @@ import json
 import pickle
 import queue
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,14 @@ from a3po_megatron.checkpoint_folder import MARKER, check_complete, step_folder
 from a3po_megatron.config.schema import OptimizerConfig
 from a3po_megatron.errors import UserError
 
+OBJECTIVE = "objective.json"
 
-def save_checkpoint(actor: Actor, root: Path, step: int) -> Path:
+
+def save_checkpoint(actor: Actor, root: Path, step: int, objective: Mapping[str, float] | None = None) -> Path:
     """Write the actor's state after `step` optimizer steps below `root`, and return the folder. Collective.
 
-    The actor must have taken a step: before that its optimizer has no state to save.
+    `objective`: what the objective remembers from batch to batch (`BatchStep.state`). The actor must have taken a step:
+    before that its optimizer has no state to save.
     """
     assert step > 0, "a checkpoint is written after a step"
     final = step_folder(root, step)
@@ -45,12 +49,19 @@ def save_checkpoint(actor: Actor, root: Path, step: int) -> Path:
     filesystem_async._results_queue = queue.Queue()
     dist_checkpointing.save(_state(actor, is_loading=False, step=step), str(temporary))
     if dist.get_rank() == 0:
+        (temporary / OBJECTIVE).write_text(json.dumps(objective or {}))
         files = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
         (temporary / MARKER).write_text(json.dumps({"step": step, "files": files}, indent=2))
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
     dist.barrier()
     return final
+
+
+def read_objective(folder: Path) -> dict[str, float]:
+    """Return the `objective` of a checkpoint, for `BatchStep.restore`."""
+    state: dict[str, float] = json.loads((folder / OBJECTIVE).read_text())
+    return state
 
 
 def load_checkpoint(actor: Actor, folder: Path) -> int:

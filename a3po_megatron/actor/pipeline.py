@@ -13,7 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from a3po_megatron.actor.logprobs import LabelContext
+from a3po_megatron.actor.logprobs import LabelContext, TokenOutput
 from a3po_megatron.batching.packing import Microbatch
 
 # Scalars of a microbatch: sums over its tokens, or, under a name that ends in `max`, the largest.
@@ -46,18 +46,22 @@ def forward_backward(
 ) -> list[Metrics]:
     """Accumulate the gradient of `loss` over the microbatches and divide it, once, by the count of the step.
 
-    The count is of trainable tokens or of sequences (`loss.counts`), over all microbatches and ranks: each reports its own,
-    megatron adds up and divides. Returns each microbatch's metrics on the last pipeline stage, `loss` among them, and
-    nothing on the other stages.
+    `processor` returns a TokenOutput, with entropy where the loss needs it. The count is of trainable tokens or of sequences
+    (`loss.counts`), over all microbatches and ranks: each reports its own, megatron adds up and divides. Returns each
+    microbatch's metrics on the last pipeline stage, `loss` among them, and nothing on the other stages.
     """
 
-    def finish(microbatch: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Metrics]:
-        to = partial(_to_device, device=output.device)
+    def finish(microbatch: Microbatch, output: TokenOutput) -> tuple[Tensor, Tensor, Metrics]:
+        to = partial(_to_device, device=output.logprobs.device)
         trainable = to(microbatch.trainable)
         fields = {name: to(values) for name, values in microbatch.fields.items()}
-        total, metrics = loss(output, trainable, fields, None)
-        count = microbatch.num_tokens if loss.counts == "tokens" else microbatch.num_sequences
-        return total, torch.tensor(count, dtype=torch.int32, device=output.device), {"loss": total.detach(), **metrics}
+        total, metrics = loss(output.logprobs, trainable, fields, output.entropy)
+        count = torch.tensor(
+            microbatch.num_tokens if loss.counts == "tokens" else microbatch.num_sequences,
+            dtype=torch.int32,
+            device=total.device,
+        )
+        return total, count, {"loss": total.detach(), **metrics}
 
     return _run(chunks, microbatches, processor, vocab_size, finish, forward_only=False)
 

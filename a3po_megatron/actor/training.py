@@ -53,7 +53,7 @@ def train(config: TrainConfig, shape: ModelShape, link: Link | None) -> int:
         wait_s = clock.lap_s()
         metrics = batch_step.train(batch, version)
         if config.run.checkpoint_every and (version + 1) % config.run.checkpoint_every == 0:
-            save_checkpoint(actor, checkpoints, version + 1)
+            save_checkpoint(actor, checkpoints, version + 1, batch_step.state())
         clock.lap_s()
         waited_s = publisher.publish(version + 1)
         if link:
@@ -62,7 +62,7 @@ def train(config: TrainConfig, shape: ModelShape, link: Link | None) -> int:
         version += 1
         clock.lap_s()
     if actor.scheduler.num_steps:  # else the optimizer has no state, and the weights are those of model.path
-        save_checkpoint(actor, checkpoints, version)
+        save_checkpoint(actor, checkpoints, version, batch_step.state())
     export_hf_folder(actor, Path(config.model.path), Path(config.run.dir) / "model")
     if link:
         link.done(f"finished at version {version}")

@@ -108,6 +108,7 @@ def check_actor(actor: ActorConfig, shape: ModelShape) -> None:
     for name in ("tensor", "pipeline", "virtual_pipeline", "context", "data", "expert", "expert_tensor"):
         _at_least(f"actor.{name}_parallel", getattr(actor, f"{name}_parallel"), 1)
     _at_least("actor.max_tokens_per_microbatch", actor.max_tokens_per_microbatch, 1)
+    _at_least("actor.logprob_chunk_tokens", actor.logprob_chunk_tokens, 0)
     if not actor.timeout_s > 0:
         raise UserError(f"actor.timeout_s={actor.timeout_s}: a deadline in seconds above 0")
     _check_tensor_parallel(actor, shape)
@@ -168,6 +169,11 @@ def _check_same_model(config: TrainConfig, shape: ModelShape) -> None:
         raise UserError(
             f"rollout.dtype={config.rollout.dtype} differs from actor.dtype={config.actor.dtype}: log-probabilities of "
             "fresh tokens would differ between the two from the start; use the same for both"
+        )
+    if config.rollout.float32_head != config.actor.float32_head:
+        raise UserError(
+            f"rollout.float32_head={config.rollout.float32_head} differs from actor.float32_head="
+            f"{config.actor.float32_head}: one side would round its logits where the other does not; use the same for both"
         )
     tp = config.rollout.tensor_parallel
     if shape.num_attention_heads % tp:

@@ -57,6 +57,11 @@ class ActorConfig:
     packed: bool = True  # True: sequences end to end (thd); False: one padded row a sequence (bshd)
     # padding counted, over all context-parallel ranks; a longer sequence is refused
     max_tokens_per_microbatch: int = 4096
+    # Logits of bfloat16 hidden states and weights in float32, not rounded to bfloat16; `rollout.float32_head` must agree.
+    float32_head: bool = False
+    logprob_chunk_tokens: int = 0  # tokens whose logits exist at a time; 0: 384 on a CPU, 2048 on a GPU
+    # Of the log-probabilities, once the logits are multiplied out. auto: compiled (torch.compile) on a GPU, plain on a CPU
+    logprob_kernel: Literal["auto", "plain", "compiled"] = "auto"
     timeout_s: float = 300.0  # deadline of every collective
 
     @property
@@ -94,6 +99,7 @@ class RolloutConfig:
     num_servers: int = 1  # vLLM servers a node
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where the node has a GPU, else cpu
     dtype: Literal["float32", "bfloat16"] = "float32"
+    float32_head: bool = False  # logits in float32 from bfloat16 weights; `actor.float32_head` must agree
     tensor_parallel: int = 1  # GPUs (or CPU ranks) a server
     max_model_len: int = 512  # prompt and response tokens of one sequence; a longer request is refused
     max_num_seqs: int = 64  # sequences a server runs at once; more wait inside the server

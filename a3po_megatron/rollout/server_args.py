@@ -39,6 +39,8 @@ def server_command(config: RolloutConfig, model_path: str, device: str, port: in
     command += ["--weight-transfer-config", json.dumps({"backend": WEIGHT_BACKEND})]
     command += ["--disable-uvicorn-access-log"]
     command += ["--enable-prefix-caching" if config.prefix_caching else "--no-enable-prefix-caching"]
+    if config.float32_head:  # vllm/config/model.py: head_dtype, for LogitsProcessor to multiply in
+        command += ["--hf-overrides", json.dumps({"head_dtype": "float32"})]
     if config.enforce_eager:
         command += ["--enforce-eager"]
     if config.kv_cache_bytes:

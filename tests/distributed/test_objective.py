@@ -4,6 +4,7 @@ The reference takes log-probabilities from transformers in float32, sequence by 
 from tests/references/policy_loss.py, and divides once by the count of the step.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,12 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from a3po_megatron.actor.batch_step import BatchStep
+from a3po_megatron.actor.checkpoint import read_objective, save_checkpoint
 from a3po_megatron.batching.minibatches import split_minibatches, training_batch
 from a3po_megatron.batching.packing import TokenSequence
-from a3po_megatron.config.algorithm import AlgorithmConfig, AlphaConfig, BehaviorWeightConfig, KLConfig
+from a3po_megatron.config.algorithm import (
+    AdaptiveAlphaConfig,
+    AlgorithmConfig,
+    AlphaConfig,
+    BehaviorWeightConfig,
+    KLConfig,
+)
 from a3po_megatron.config.check_algorithm import check_algorithm
 from tests.distributed.batches import MAX_STALENESS, SEED, TOKENS, make_batch
 from tests.distributed.layouts import Layout, Model, OracleTrainer, build_actor, hf_tensors, save_model
@@ -237,4 +246,54 @@ def test_the_reference_policy_stays_the_first_one(shared_folder: Path) -> None:
     row = batch_step.train(batch, 5)
     assert row["policy/reference_kl"] == pytest.approx(0, abs=1e-9)
     assert row["grad_norm"] == pytest.approx(0, abs=1e-5)
+    actor.close()
+
+
+def test_the_adaptive_alpha_follows_its_measure_alike_on_every_rank_and_continues_from_a_checkpoint(
+    shared_folder: Path,
+) -> None:
+    steering = AdaptiveAlphaConfig(measure="clip_fraction", target=0.01, gain=0.5)
+    algorithm = AlgorithmConfig(num_minibatches=2, alpha=AlphaConfig("adaptive", adaptive=steering))
+    oracle = QWEN.build()
+    actor = build_actor(save_model(oracle, shared_folder / "model"), Layout(tp=2).config(**TOKENS))
+    batch_step = BatchStep(actor, algorithm, MAX_STALENESS, SEED)
+    rows = [batch_step.train(make_batch(oracle, version), version) for version in (5, 6)]
+    assert rows[0]["alpha/strength"] == 1.0
+    fraction = rows[0]["policy/clip_fraction"]
+    assert fraction is not None
+    assert fraction > 0.02  # twice the target: the largest step, e^-0.5
+    assert rows[1]["alpha/strength"] == pytest.approx(math.exp(-0.5))
+    folder = save_checkpoint(actor, shared_folder / "checkpoints", 2, batch_step.state())
+    again = BatchStep(actor, algorithm, MAX_STALENESS, SEED)
+    again.restore(read_objective(folder))
+    assert again.state() == batch_step.state() != BatchStep(actor, algorithm, MAX_STALENESS, SEED).state()
+    strengths = [torch.zeros(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
+    dist.all_gather(strengths, torch.tensor([batch_step.state()["strength"]], dtype=torch.float64))
+    assert len({float(strength) for strength in strengths}) == 1
+    actor.close()
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, pp=2, sp=True), Layout(cp=2)], ids=str)
+def test_metrics_mode_measures_the_distance_to_the_policy_of_the_extra_pass(
+    layout: Layout, shared_folder: Path
+) -> None:
+    """Fresh tokens have alpha 1 and behaviour log-probs without noise: no error. Others are off by alpha times their noise."""
+    oracle = QWEN.build()
+    actor = build_actor(save_model(oracle, shared_folder), layout.config(**TOKENS))
+    batch = make_batch(oracle, 5)
+    algorithm = AlgorithmConfig(method="metrics", num_minibatches=1)
+    row = BatchStep(actor, algorithm, MAX_STALENESS, SEED).train(batch, 5)
+    whole = training_batch(batch, 5, MAX_STALENESS)
+    reference = Reference(METHODS["metrics"], OracleTrainer(oracle))
+    errors: dict[int, list[float]] = {}
+    for s in whole.sequences:
+        noise = s.fields["behavior_logprobs"][s.trainable] - reference.policy(s)[0].detach().numpy()
+        for d, value in zip(s.fields["staleness"][s.trainable].tolist(), noise, strict=True):
+            errors.setdefault(d, []).append(abs(value) / max(d, 1))
+    for d, bucket in ((0, "d0"), (1, "d1"), (2, "d2")):
+        assert row[f"approximation/logprob_abs/{bucket}"] == pytest.approx(np.mean(errors[d]), abs=TOLERANCE)
+        assert row[f"tokens/{bucket}"] == len(errors[d])
+    everything = [value for values in errors.values() for value in values]
+    assert row["approximation/logprob_abs"] == pytest.approx(np.mean(everything), abs=TOLERANCE)
+    assert row["approximation/logprob_abs_max"] == pytest.approx(max(everything), abs=TOLERANCE)
     actor.close()

@@ -1,5 +1,6 @@
 """The actor against transformers and plain autograd, in every basic layout."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from a3po_megatron.actor import pipeline
 from a3po_megatron.actor.actor import Actor
 from a3po_megatron.actor.hf_weights import export_weights
-from a3po_megatron.actor.logprobs import token_logprobs
+from a3po_megatron.actor.logprobs import token_output
 from a3po_megatron.actor.nonfinite import NonFiniteError
 from a3po_megatron.batching.packing import TokenSequence
 from a3po_megatron.objective.supervised import SupervisedLoss
@@ -176,7 +177,7 @@ class _NotFinite(SupervisedLoss):
     def __init__(self, only_the_gradient: bool) -> None:
         self.only_the_gradient = only_the_gradient
 
-    def __call__(self, logprobs, trainable, fields):  # type: ignore[no-untyped-def]
+    def __call__(self, logprobs, trainable, fields, entropy):  # type: ignore[no-untyped-def]
         loss, metrics = super().__call__(logprobs, trainable, fields)
         if self.only_the_gradient:
             return loss + (logprobs - logprobs.detach()).abs().sqrt().sum(), metrics  # sqrt has no derivative at 0
@@ -251,8 +252,9 @@ def _check_two_steps(model: Model, layout: Layout, changes: dict, folder: Path) 
 def _gradients(actor: Actor, sequences: list[TokenSequence]) -> dict[str, torch.Tensor]:
     """Return whole gradients under Hugging Face names, as they are before clipping; the parameters stay."""
     actor._zero_gradients()
+    processor = partial(token_output, head=actor._head)
     pipeline.forward_backward(
-        actor.chunks, actor._microbatches(sequences), token_logprobs, actor.shape.vocab_size, SupervisedLoss()
+        actor.chunks, actor._microbatches(sequences), processor, actor.shape.vocab_size, SupervisedLoss()
     )
     if (
         actor.settings.distributed_optimizer
