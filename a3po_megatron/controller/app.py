@@ -57,7 +57,7 @@ def status_of(controller: Controller) -> dict[str, Any]:
         "finished_groups": controller.accepted,
         "publishing": controller.publishing,
         "done": controller.done_reason,
-        "evaluations": list(controller.evaluations.values()),
+        "evaluations": [evaluation.row() for evaluation in controller.evaluations.results.values()],
         "last_row": controller.last_row,
         "fleet": controller.parts.fleet.status(),
     }

@@ -14,6 +14,7 @@ from a3po_megatron.data.check import check_data
 from a3po_megatron.data.load import load_task
 from a3po_megatron.data.source import PromptSource
 from a3po_megatron.errors import UserError
+from a3po_megatron.evaluate.check import OF_RUN, check_samples
 from a3po_megatron.records import Float32, Problem
 from a3po_megatron.reward.base import shuffled_rewards
 from a3po_megatron.reward.build import Rewards, check_reward
@@ -51,7 +52,7 @@ def build_controller(config: TrainConfig, token: str) -> Controller:
         advantage=config.advantage,
         reshuffle_rewards=reshuffle if config.reward.shuffle else None,
         sampling=SamplingSettings.from_config(config.rollout),
-        greedy=SamplingSettings.from_config(config.rollout, evaluation=True),
+        evaluation_sampling=SamplingSettings.from_config(config.rollout, config.controller.eval_temperature),
         files=files,
         say=partial(print, flush=True),
         close_rewards=rewards.aclose,
@@ -85,6 +86,7 @@ def check_controller(config: TrainConfig) -> None:
         raise UserError(
             f"controller.max_generated={controller.max_generated}: at least 1, which generates no group twice; 4 is usual"
         )
+    check_samples(controller.eval_samples, controller.eval_temperature, controller.eval_pass_k, OF_RUN)
     for name in _timeouts(controller):
         if getattr(controller, name) <= 0:
             raise UserError(f"controller.{name}={getattr(controller, name)}: a number of seconds above 0")

@@ -1,82 +1,131 @@
-"""Accuracy on held-out problems: greedy responses of the live fleet, all by one version of the weights."""
+"""Evaluation within a run: which versions are due, what the live fleet answers, what becomes of the result.
 
-import asyncio
-import math
+Training does not stop for it. Evaluation shares the servers with generation, and weights may be published while it goes on:
+its answers then come from several versions, and the result says which. A publication waits where
+`controller.eval_holds_publication` says so: for the evaluation of the initial weights, which all later ones are compared with,
+and in lockstep, so that two runs give the same figures. The last evaluation has one version by itself: nothing is published any
+more.
+"""
+
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-
-from a3po_megatron.controller.groups import Generator
-from a3po_megatron.records import Problem, Sample
-from a3po_megatron.reward.base import Reward
-from a3po_megatron.rollout.sampling import SamplingSettings
+from a3po_megatron.config.schema import ControllerConfig
+from a3po_megatron.controller.parts import Parts
+from a3po_megatron.evaluate.check import ks_of
+from a3po_megatron.evaluate.loop import Plan, answer_problems
+from a3po_megatron.evaluate.result import Result, result_of
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """One line of evals.jsonl."""
 
-    version: int
-    num_problems: int
-    accuracy: float  # mean reward, which is the share of right answers for rewards of 0 and 1
-    standard_error: float  # of `accuracy` over the choice of problems: sqrt(p (1 - p) / n) for rewards of 0 and 1
+    version: int  # that was live when it began
+    result: Result
     time_s: float
+
+    @property
+    def accuracy(self) -> float:
+        """The mean reward over all held-out problems: the share of right answers for rewards of 0 and 1."""
+        return self.result.overall.figures.average.value
+
+    def row(self) -> dict[str, Any]:
+        """Return the line: what is over all sets, then set by set."""
+        result, overall = self.result, self.result.overall
+        return {
+            "version": self.version,
+            "oldest_version": result.oldest_version,  # of the weights that drew a token of an answer
+            "newest_version": result.newest_version,
+            "accuracy": self.accuracy,
+            "standard_error": overall.figures.average.standard_error,
+            **overall.row(),
+            "sets": {name: one.row() for name, one in result.sets.items()},
+            "time_s": self.time_s,
+        }
+
+    def metrics(self) -> dict[str, Any]:
+        """Return what a row of metrics.jsonl has of it."""
+        figures = self.result.overall.figures
+        return {
+            "eval/version": self.version,
+            "eval/newest_version": self.result.newest_version,
+            "eval/accuracy": self.accuracy,
+            "eval/accuracy_standard_error": figures.average.standard_error,
+            **{
+                f"eval/{name}/{column}": estimate.value
+                for name, one in self.result.sets.items()
+                for column, estimate in one.figures.columns().items()
+            },
+        }
 
     def line(self) -> str:
         """Return the result as people follow it."""
+        result = self.result
+        newest = f" to {result.newest_version}" if result.newest_version != self.version else ""
+        sets = [f"{name} {one.figures.average}" for name, one in result.sets.items()]
         return (
-            f"version {self.version}  held-out accuracy {self.accuracy:.3f} +- {self.standard_error:.3f}  "
-            f"({self.num_problems} problems, {self.time_s:.1f} s)"
+            f"version {self.version}{newest}  held-out accuracy {result.overall.figures.average}  "
+            f"({'; '.join(sets)}; {len(result.answers)} problems, {self.time_s:.1f} s)"
         )
 
 
-async def evaluate(
-    fleet: Generator,
-    problems: Sequence[Problem],
-    reward: Reward,
-    greedy: SamplingSettings,
-    version: int,
-    max_concurrent: int,
-    timeout_s: float,
-) -> Evaluation:
-    """Answer every problem once. The caller publishes no weights meanwhile: the result belongs to `version` alone.
+class Evaluations:
+    """The evaluations of one run, at most one at a time."""
 
-    Raises TimeoutError after `timeout_s`.
-    """
-    started = time.monotonic()
-    slots = asyncio.Semaphore(max_concurrent)
-
-    async def answer(index: int, problem: Problem) -> float:
-        async with slots:
-            response = await fleet.generate(problem.prompt_ids, greedy, f"eval{version}-{index}")
-        versions = set(response.versions.tolist())
-        assert versions <= {version}, f"evaluation of version {version} was answered by versions {versions}"
-        sample = Sample(
-            problem.id,
-            problem.prompt_ids,
-            response.token_ids,
-            response.logprobs,
-            response.versions,
-            response.finish_reason,
+    def __init__(self, config: ControllerConfig, num_steps: int, seed: int, parts: Parts) -> None:
+        self.config, self.num_steps, self.parts = config, num_steps, parts
+        self.results: dict[int, Evaluation] = {}  # by the version that was live when each began
+        self._began: int | None = None  # version of the latest, which may still go on
+        self._running = False
+        self._unreported: Evaluation | None = None
+        self._ks = ks_of(config.eval_pass_k, config.eval_samples)
+        self._plan = Plan(
+            parts.evaluation_sampling,
+            config.eval_samples,
+            config.max_concurrent_evals,
+            config.evaluation_timeout_s,
+            "controller.evaluation_timeout_s",
+            seed,
         )
-        (verdict,) = await reward.judge(problem, [sample])
-        return verdict.reward
+        holds = config.eval_holds_publication
+        self._holds = holds if holds != "auto" else ("always" if config.schedule == "lockstep" else "first")
 
-    try:
-        async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as answers:
-            tasks = [answers.create_task(answer(index, problem)) for index, problem in enumerate(problems)]
-    except TimeoutError:
-        raise TimeoutError(
-            f"waited {timeout_s:g} s (controller.evaluation_timeout_s) for version {version}'s answers to "
-            f"{len(problems)} held-out problems"
-        ) from None
-    scores = np.array([task.result() for task in tasks])
-    return Evaluation(
-        version,
-        len(problems),
-        float(scores.mean()),
-        float(scores.std() / math.sqrt(len(scores))),
-        time.monotonic() - started,
-    )
+    def due(self, version: int, is_last: bool) -> bool:
+        """Whether `version`, the live one, is to be evaluated as soon as no other evaluation goes on.
+
+        Every `eval_every` versions, and the first and the last. One that is due while another goes on comes right after it, with
+        the version that is live then.
+        """
+        if not self.parts.heldout or version == self._began:
+            return False
+        if self._began is None or is_last or version == self.num_steps:
+            return True
+        every = self.config.eval_every
+        return every > 0 and version // every > self._began // every
+
+    def hold_publication(self, version: int) -> bool:
+        """Whether `version`, the live one, must stay because an evaluation of it goes on or is due."""
+        if self._holds == "never" or (self._holds == "first" and self.results):
+            return False
+        return self._running or self.due(version, is_last=False)
+
+    async def evaluate(self, version: int) -> None:
+        """Ask the fleet, which serves `version` now, about all held-out problems, and write down what comes of it."""
+        self._began, self._running = version, True
+        started = time.monotonic()
+        parts = self.parts
+        answers = await answer_problems(
+            parts.fleet, parts.heldout, parts.evaluation_reward, self._plan, f"eval{version}"
+        )
+        evaluation = Evaluation(version, result_of(answers, self._ks), time.monotonic() - started)
+        self._running = False
+        self.results[version] = self._unreported = evaluation
+        parts.files.write_evaluation(evaluation.row(), answers)
+        parts.say(evaluation.line())
+
+    def new_metrics(self) -> dict[str, Any]:
+        """Return the columns of the evaluation that ended since the last call; nothing if none did."""
+        evaluation, self._unreported = self._unreported, None
+        return evaluation.metrics() if evaluation else {}

@@ -1,38 +1,23 @@
 """One prompt becomes a group (n samples side by side, then their rewards), and B groups become a batch."""
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
 from a3po_megatron.batching.advantages import batch_advantages
 from a3po_megatron.config.schema import AdvantageConfig
 from a3po_megatron.data.source import Draw
-from a3po_megatron.records import Batch, Float32, Group, Int32, Problem, Sample
+from a3po_megatron.records import Batch, Float32, Group, Problem, Sample
 from a3po_megatron.reward.base import Reward
-from a3po_megatron.rollout.client import Generation, PartialGeneration
+from a3po_megatron.rollout.client import PartialGeneration
+from a3po_megatron.rollout.generator import Generator, request_seed
 from a3po_megatron.rollout.sampling import SamplingSettings
 
 
 class Straggler(TimeoutError):
     """A group whose responses did not all come in time; one line that says how far they got."""
-
-
-class Generator(Protocol):
-    """The part of the fleet that turns a prompt into a response."""
-
-    async def generate(
-        self,
-        prompt_ids: Sequence[int] | Int32,
-        sampling: SamplingSettings,
-        request_id: str,
-        partial: PartialGeneration | None = None,
-    ) -> Generation:
-        """Sample one response; `partial` receives its tokens as they arrive."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -42,12 +27,6 @@ class RunningGroup:
     place: int  # that it fills among all groups of the run
     draw: Draw
     responses: tuple[PartialGeneration, ...]  # by sample index; the fleet appends to them, a snapshot copies them
-
-
-def request_seed(run_seed: int, problem_id: str, epoch: int, sample_index: int) -> int:
-    """Return the sampling seed of one request: another one for every sample, the same one in every run."""
-    text = repr((run_seed, problem_id, epoch, sample_index))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) & 0x7FFFFFFF
 
 
 async def generate_group(

@@ -8,7 +8,7 @@
                           |                 |                                       finish_publication
                           |           ROLLOUT FLEET <---------------- weights ---------------+
                           |                 |                                                |
-                          |                 +--> _evaluate_due: accuracy of one version      |
+                          |                 +--> _evaluate_due: accuracy, while all goes on   |
                           +----------------------------- version + 1 ------------------------+
 
 `places` says which groups go into the buffer: one without signal, or one that is late, may have to make room for another
@@ -24,7 +24,7 @@ from typing import Any
 from a3po_megatron.batching.buffer import GroupBuffer
 from a3po_megatron.config.schema import ControllerConfig
 from a3po_megatron.controller.admission import Admission
-from a3po_megatron.controller.evaluation import Evaluation, evaluate
+from a3po_megatron.controller.evaluation import Evaluations
 from a3po_megatron.controller.groups import RunningGroup, Straggler, batch_of, generate_group
 from a3po_megatron.controller.messages import StepReport, WeightManifest
 from a3po_megatron.controller.parts import Parts
@@ -59,7 +59,7 @@ class Controller:
         self.accepted = 0  # finished groups that kept their places, ever
         self.version = 0  # of the weights that the fleet serves
         self.publishing = False
-        self.evaluations: dict[int, Evaluation] = {}  # by version
+        self.evaluations = Evaluations(config, num_steps, seed, parts)
         self.last_row: dict[str, Any] = {}
         self.replica_seen = False
         self.done_reason: str | None = None
@@ -134,11 +134,10 @@ class Controller:
         self.changes.notify()
 
     async def _evaluate_due(self) -> None:
-        """Held-out problems -> accuracy of the live version.
+        """Held-out problems -> accuracy of the live fleet.
 
         Consumes held-out problems. Produces a line of evals.jsonl. Waits for a version that is due. Woken by a
-        registered replica, a new version, the end of the run. Training and generation go on meanwhile; only the next
-        publication waits, so that an accuracy belongs to one version.
+        registered replica, a new version, the end of the run. Training and generation go on meanwhile.
         """
         while True:
             await self.changes.until(
@@ -146,18 +145,7 @@ class Controller:
             )
             if not self._evaluation_due():
                 return
-            evaluation = await evaluate(
-                self.parts.fleet,
-                self.parts.heldout,
-                self.parts.evaluation_reward,
-                self.parts.greedy,
-                self.version,
-                self.config.max_concurrent_evals,
-                self.config.evaluation_timeout_s,
-            )
-            self.evaluations[self.version] = evaluation
-            self.parts.files.write_evaluation(evaluation)
-            self.parts.say(evaluation.line())
+            await self.evaluations.evaluate(self.version)
             self.changes.notify()
 
     async def _actor_done(self) -> None:
@@ -223,9 +211,9 @@ class Controller:
     async def begin_publication(self, manifest: WeightManifest) -> dict[str, Any]:
         """Make the fleet ready to receive the weights of the next version; return whom to send them to.
 
-        Waits for an evaluation in progress and, in lockstep, for every group that must come from the version that is
-        replaced; the answer's `waited_s` is how long. Woken by a finished group, an evaluation. Raises Refused for any
-        version but the next.
+        Waits for an evaluation that must have one version and, in lockstep, for every group that must come from the
+        version that is replaced; the answer's `waited_s` is how long. Woken by a finished group, an evaluation. Raises
+        Refused for any version but the next.
         """
         if self.publishing or manifest.version != self.version + 1:
             state = f"is being replaced by version {self.version + 1}" if self.publishing else "is live"
@@ -233,7 +221,7 @@ class Controller:
         began = time.monotonic()
         self._step_metrics.training_ended(began)
         await self.changes.until(
-            lambda: not self._evaluation_due(),
+            lambda: not self.evaluations.hold_publication(self.version),
             self.config.evaluation_timeout_s,
             lambda: f"the evaluation of version {self.version}",
         )
@@ -269,18 +257,14 @@ class Controller:
         return outcome
 
     async def report_step(self, report: StepReport) -> None:
-        """Write the step's row: the actor's metrics, the controller's, the accuracy of the version that was trained.
+        """Write the step's row: the actor's metrics, the controller's, and an evaluation that ended since the last row.
 
-        Raises Refused for any step but that of the batch that was handed out last. The actor reports after publishing,
-        so an evaluation of that version has ended.
+        Raises Refused for any step but that of the batch that was handed out last.
         """
         if self._handed_out is None or self._handed_out[0] != report.version:
             raise Refused(f"a report of step {report.step}: the batch of version {report.version} was not the last one")
         row = {"step": report.step, "version": report.version, **self._step_metrics.row(time.monotonic())}
-        row |= self.places.row()
-        if report.version in self.evaluations:
-            row["eval/accuracy"] = self.evaluations[report.version].accuracy
-            row["eval/accuracy_standard_error"] = self.evaluations[report.version].standard_error
+        row |= self.places.row() | self.evaluations.new_metrics()
         self.last_row = {**row, **report.metrics}
         self.parts.files.write_row(self.last_row)
         assert self._first_batch_at is not None, "a batch was handed out"
@@ -321,9 +305,5 @@ class Controller:
         return self.admission.groups_before_publication(next_version, self.accepted)
 
     def _evaluation_due(self) -> bool:
-        """Whether the live version must be evaluated, or is being evaluated, before it is replaced."""
-        if not (self.parts.heldout and self.replica_seen) or self.publishing or self.version in self.evaluations:
-            return False
-        every = self.config.eval_every
-        first_or_last = self.version in (0, self.num_steps) or self.done_reason is not None
-        return first_or_last or (every > 0 and self.version % every == 0)
+        ready = self.replica_seen and not self.publishing
+        return ready and self.evaluations.due(self.version, is_last=self.done_reason is not None)

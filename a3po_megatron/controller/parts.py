@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from a3po_megatron.config.schema import AdvantageConfig
-from a3po_megatron.controller.groups import Generator
 from a3po_megatron.controller.rows import RunFiles
 from a3po_megatron.data.source import PromptSource
 from a3po_megatron.records import Float32, Problem
 from a3po_megatron.reward.base import Reward
+from a3po_megatron.rollout.generator import Generator
 from a3po_megatron.rollout.sampling import SamplingSettings
 
 
@@ -58,7 +58,7 @@ class Parts:
     advantage: AdvantageConfig
     reshuffle_rewards: Callable[[Float32, int], Float32] | None  # (rewards of a batch, its index) -> rewards
     sampling: SamplingSettings  # of training; every request gets a seed of its own
-    greedy: SamplingSettings  # of evaluation
+    evaluation_sampling: SamplingSettings
     files: RunFiles
     say: Callable[[str], None]  # prints one line of progress
     close_rewards: Callable[[], Awaitable[None]]  # ends the reward's worker processes and connections

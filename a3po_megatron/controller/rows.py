@@ -1,12 +1,10 @@
-"""What a run leaves to read: metrics.jsonl (one row a step), evals.jsonl, and samples/step_NNNNNN.jsonl.
+"""What a run leaves to read: metrics.jsonl (one row a step), evals.jsonl, samples/step_NNNNNN.jsonl, samples/eval_NNNNNN.jsonl.
 
-A row's `eval/accuracy`, where there is one, is that of the weights the step started from (the row's `version`); the
-evaluation of the last weights, which no step starts from, is in evals.jsonl with all the others.
+A row has the `eval/...` columns of the evaluation that ended since the row before, if one did; `eval/version` and
+`eval/newest_version` say which weights answered. That of the last weights is in evals.jsonl only, with all the others.
 """
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,9 @@ import msgspec
 import numpy as np
 
 from a3po_megatron.batching.buffer import overdue_tokens, staleness
-from a3po_megatron.controller.evaluation import Evaluation
 from a3po_megatron.errors import UserError
+from a3po_megatron.evaluate.loop import Answers
+from a3po_megatron.evaluate.report import sample_lines, version_spans
 from a3po_megatron.records import Batch
 from a3po_megatron.reward.base import Decoder
 
@@ -34,11 +33,6 @@ def batch_metrics(batch: Batch, version: int, max_staleness: int, samples_per_pr
         "rollout/truncated": float(np.mean([s.finish_reason == "length" for s in batch.samples])),
         "rollout/response_tokens_mean": float(np.mean([len(s.response_ids) for s in batch.samples])),
     }
-
-
-def version_spans(versions: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (version, number of tokens) of each stretch: [7, 7, 8] becomes [(7, 2), (8, 1)]."""
-    return [(version, len(list(stretch))) for version, stretch in itertools.groupby(versions)]
 
 
 def progress_line(row: dict[str, Any], num_steps: int, elapsed_s: float) -> str:
@@ -70,9 +64,11 @@ class RunFiles:
         """Append one training step."""
         self._append("metrics.jsonl", row)
 
-    def write_evaluation(self, evaluation: Evaluation) -> None:
-        """Append one evaluation."""
-        self._append("evals.jsonl", asdict(evaluation))
+    def write_evaluation(self, row: dict[str, Any], answers: Sequence[Answers]) -> None:
+        """Append one evaluation, and write its answers as people read them."""
+        with (self._dir / "samples" / f"eval_{row['version']:06d}.jsonl").open("wb") as file:
+            file.writelines(sample_lines(answers, self._decode))
+        self._append("evals.jsonl", row)
 
     def write_samples(self, batch: Batch, step: int, reasons: Sequence[str]) -> None:
         """Write every sample of a batch as people read it, in batch order; `reasons` [samples] say why each reward."""

@@ -46,7 +46,7 @@ class ArithmeticTask:
 
     def problems(self, questions: Iterable[Question]) -> list[Problem]:
         """Return the records of `questions`, in their order; the id is the sum as text."""
-        return [Problem(f"{a}+{b}", encode_text(f"{a}+{b}="), str(a + b)) for a, b in questions]
+        return [Problem(f"{a}+{b}", encode_text(f"{a}+{b}="), str(a + b), "arithmetic") for a, b in questions]
 
 
 def encode_text(text: str) -> Int32:

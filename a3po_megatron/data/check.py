@@ -12,22 +12,30 @@ NOT_GENERATED = ("path", "subset", "split", *OF_COLUMNS, "id_column")
 
 def check_data(config: DataConfig) -> None:
     """Check the sets, the prompt and the decontamination. Raises UserError naming the setting."""
+    check_evaluation_data(config)
     if config.task == "arithmetic":
-        for section in ("train", "evaluation"):
-            if getattr(config, section):
-                raise UserError(f"data.{section}: sets of problems need data.task=problems; it is arithmetic")
+        if config.train:
+            raise UserError("data.train: sets of problems need data.task=problems; it is arithmetic")
         return
     if not config.train:
         raise UserError("data.train is empty: name at least one set, for example data.train.gsm8k={}")
     _check_sets("data.train", config.train)
-    _check_sets("data.evaluation", config.evaluation)
-    _check_prompt(config.prompt)
     if config.ngram < 1:
         raise UserError(f"data.ngram={config.ngram}: must be at least 1; 8 to 13 words are usual")
     if not 0 < config.ngram_share <= 1:
         raise UserError(
             f"data.ngram_share={config.ngram_share}: above 0 and at most 1; for no such test decontaminate=exact"
         )
+
+
+def check_evaluation_data(config: DataConfig) -> None:
+    """Check the evaluation sets and the prompt. Raises UserError naming the setting."""
+    if config.task == "arithmetic":
+        if config.evaluation:
+            raise UserError("data.evaluation: sets of problems need data.task=problems; it is arithmetic")
+        return
+    _check_sets("data.evaluation", config.evaluation)
+    _check_prompt(config.prompt)
 
 
 def _check_sets(section: str, sets: Mapping[str, ProblemSetConfig]) -> None:

@@ -64,11 +64,23 @@ def load_task(config: DataConfig, model: ModelConfig, max_prompt_tokens: int) ->
     report = DataReport(tuple(reports), data.report.evaluation)
     if not train:
         raise UserError(f"data.train: no problem is left to train on; {'; '.join(report.lines())}")
-    evaluation = {
-        name: _problems(name, config.evaluation[name], rows, writer) for name, rows in data.evaluation.items()
-    }
+    evaluation = _evaluation_problems(config, data.evaluation, writer)
     decode = partial(tokenizer.decode, skip_special_tokens=False)
     return TaskData(train, evaluation, decode, tokenizer.decode, report)
+
+
+def load_evaluation(config: DataConfig, model_path: str) -> TaskData:
+    """Return the evaluation sets that `config` names, tokenized for the model at `model_path`, and nothing to train on.
+
+    Raises UserError naming what cannot be read.
+    """
+    if config.task == "arithmetic":
+        return replace(load_task(config, ModelConfig(model_path), 0), train=())
+    tokenizer = ChatTokenizer(model_path)
+    writer = PromptWriter(config.prompt, tokenizer)
+    data = load_clean(replace(config, train={}, decontaminate="off"))
+    decode = partial(tokenizer.decode, skip_special_tokens=False)
+    return TaskData((), _evaluation_problems(config, data.evaluation, writer), decode, tokenizer.decode)
 
 
 def load_clean(config: DataConfig) -> CleanData:
@@ -111,6 +123,12 @@ def _evaluation_reports(
             in_training_exact=len(exact & set(range(begin, end))),
             in_training_ngrams=len(ngrams & set(range(begin, end))),
         )
+
+
+def _evaluation_problems(
+    config: DataConfig, rows_of: Mapping[str, Sequence[Row]], writer: PromptWriter
+) -> dict[str, list[Problem]]:
+    return {name: _problems(name, config.evaluation[name], rows, writer) for name, rows in rows_of.items()}
 
 
 def _problems(name: str, config: ProblemSetConfig, rows: Sequence[Row], writer: PromptWriter) -> list[Problem]:

@@ -79,7 +79,14 @@ def step_line(row: Row, left_s: float | None) -> str:
 
 def evaluation_line(row: Row) -> str:
     """Return one evaluation as people follow it."""
+    newest = row["newest_version"]
+    versions = f"version {row['version']}" if newest == row["version"] else f"versions {row['version']} to {newest}"
     return (
-        f"held-out accuracy {row['accuracy']:.3f} +- {row['standard_error']:.3f} at version {row['version']} "
-        f"({row['num_problems']} problems, {row['time_s']:.1f} s)"
+        f"held-out accuracy {accuracy_text(row)} at {versions} ({row['num_problems']} problems, {row['time_s']:.1f} s)"
     )
+
+
+def accuracy_text(evaluation: Row) -> str:
+    """Return the accuracy of one evaluation with its standard error; one problem has none."""
+    error = evaluation["standard_error"]
+    return f"{evaluation['accuracy']:.3f}" + ("" if error is None else f" +- {error:.3f}")

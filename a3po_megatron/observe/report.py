@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from a3po_megatron.observe.progress import accuracy_text
 from a3po_megatron.observe.rows import Row, read_rows
 
 
@@ -47,9 +48,9 @@ class Report:
         """Return (what, figure) for each line of the table; a figure that the run does not have is a dash."""
         lines = []
         if self.evaluations:
-            lines.append(("held-out accuracy before", _accuracy(self.evaluations[0])))
+            lines.append(("held-out accuracy before", accuracy_text(self.evaluations[0])))
         if len(self.evaluations) > 1:
-            lines.append(("held-out accuracy after", _accuracy(self.evaluations[-1])))
+            lines.append(("held-out accuracy after", accuracy_text(self.evaluations[-1])))
         return [
             *lines,
             ("steps", f"{len(self.rows)}"),
@@ -88,10 +89,10 @@ class Report:
         upper.errorbar(
             [evaluation["version"] for evaluation in self.evaluations],
             [evaluation["accuracy"] for evaluation in self.evaluations],
-            yerr=[evaluation["standard_error"] for evaluation in self.evaluations],
+            yerr=[evaluation["standard_error"] or 0.0 for evaluation in self.evaluations],
             marker="o",
             capsize=3,
-            label="held-out accuracy (greedy)",
+            label="held-out accuracy",
         )
         upper.set_ylabel("share of right answers")
         upper.legend()
@@ -114,10 +115,6 @@ class Report:
     def _reward(self) -> str:
         rewards = [row["reward/mean"] for row in self.rows]
         return f"{statistics.fmean(rewards[:5]):.3f} -> {statistics.fmean(rewards[-5:]):.3f}" if rewards else "-"
-
-
-def _accuracy(evaluation: Row) -> str:
-    return f"{evaluation['accuracy']:.3f} +- {evaluation['standard_error']:.3f}"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -18,7 +18,7 @@ class ControllerLink:
         self, url: str, token: str, timeout_s: float, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
         """`timeout_s` is the deadline of one call."""
-        self.url = url
+        self.url: str = url
         self._silent_since: float | None = None
         self._http = httpx.AsyncClient(
             base_url=url,

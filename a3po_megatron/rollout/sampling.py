@@ -45,13 +45,12 @@ class SamplingSettings:
     extra: Mapping[str, Any] = field(default_factory=dict)  # other vLLM settings; refused unless they change nothing
 
     @staticmethod
-    def from_config(config: RolloutConfig, seed: int | None = None, evaluation: bool = False) -> "SamplingSettings":
-        """Return the run's settings for one request; for evaluation it is greedy."""
+    def from_config(config: RolloutConfig, evaluation_temperature: float | None = None) -> "SamplingSettings":
+        """Return the settings of the run's requests, or of evaluation at a temperature of its own."""
         return SamplingSettings(
-            temperature=0.0 if evaluation else config.temperature,
+            temperature=config.temperature if evaluation_temperature is None else evaluation_temperature,
             max_tokens=config.max_response_tokens,
-            seed=seed,
-            evaluation=evaluation,
+            evaluation=evaluation_temperature is not None,
             extra={name: getattr(config, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")},
         )
 

@@ -13,19 +13,45 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
 from a3po_megatron.config.schema import RolloutConfig
 from a3po_megatron.rollout.client import ReplicaClient, ReplicaError
-from a3po_megatron.rollout.controller_link import ControllerLink, ControllerRefused
+from a3po_megatron.rollout.controller_link import ControllerRefused
 from a3po_megatron.rollout.server import Server, ServerFailed, choose_port
 from a3po_megatron.rollout.server_args import server_command, server_environment
 
 
 class SupervisorFailed(RuntimeError):
     """The node cannot serve any longer; the message is the reason."""
+
+
+class Link(Protocol):
+    """What a supervisor says to whoever asks its servers: the controller, or an evaluation in this process."""
+
+    @property
+    def url(self) -> str:
+        """Where the other end is, for messages."""
+        ...
+
+    @property
+    def silent_for_s(self) -> float:
+        """Seconds since the first of the calls in a row that found nobody."""
+        ...
+
+    async def register(self, name: str, url: str, world_size: int) -> str | None:
+        """Announce a server that generates, or repeat it as a heartbeat. Returns why, if it was dropped."""
+        ...
+
+    async def deregister(self, name: str, reason: str) -> None:
+        """Say that a server is gone."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close the connection."""
+        ...
 
 
 class Supervisor:
@@ -37,7 +63,7 @@ class Supervisor:
         model_path: str,
         seed: int,
         token: str,
-        controller: ControllerLink,
+        controller: Link,
         log_dir: Path,
         node: str,
         device: str,

@@ -58,7 +58,7 @@ def make_controller(
         advantage=AdvantageConfig(),
         reshuffle_rewards=(lambda rewards, index: shuffled_rewards(rewards, seed, index)) if shuffle else None,
         sampling=SamplingSettings(temperature=1.0, max_tokens=4),
-        greedy=SamplingSettings(temperature=0.0, max_tokens=4, evaluation=True),
+        evaluation_sampling=SamplingSettings(config.eval_temperature, max_tokens=4, evaluation=True),
         files=RunFiles(run_dir, decode_ids, resume=False),
         say=lambda line: None,
         close_rewards=nothing,

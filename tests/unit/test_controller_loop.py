@@ -118,7 +118,8 @@ def test_requests_in_flight_go_on_over_a_publication_and_their_tokens_have_both_
 
 
 def test_rows_samples_and_evaluations_can_be_read(tmp_path: Path) -> None:
-    batches = whole_run(make_controller(tmp_path, FakeFleet(), num_steps=5, eval_every=2))
+    controller = make_controller(tmp_path, FakeFleet(), num_steps=5, eval_every=2, eval_holds_publication="always")
+    batches = whole_run(controller)
     metrics = rows(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["version"], row["loss"], row["grad_norm"]) for row in metrics] == [
         (k, k, 0.5, None) for k in range(5)
@@ -134,6 +135,11 @@ def test_rows_samples_and_evaluations_can_be_read(tmp_path: Path) -> None:
     assert [(e["version"], e["num_problems"], e["accuracy"], e["standard_error"]) for e in evaluations] == [
         (version, 10, 1.0, 0.0) for version in (0, 2, 4, 5)
     ]
+    for evaluation in evaluations:
+        assert evaluation["oldest_version"] == evaluation["newest_version"] == evaluation["version"]
+        assert evaluation["sets"]["arithmetic"]["pass@1"] == {"value": 1.0, "standard_error": 0.0}
+        answers = rows(tmp_path / "samples" / f"eval_{evaluation['version']:06d}.jsonl")
+        assert [(answer["reward"], answer["set"]) for answer in answers] == [(1.0, "arithmetic")] * 10
     samples = rows(tmp_path / "samples" / "step_000003.jsonl")
     assert len(samples) == 12
     for line, sample, reward in zip(samples, batches[3].samples, batches[3].rewards, strict=True):
@@ -152,19 +158,93 @@ def test_shuffled_rewards_teach_nothing_but_have_the_same_mean(tmp_path: Path) -
     assert any(a.rewards.tolist() != b.rewards.tolist() for a, b in zip(plain, control, strict=True))
 
 
-def test_a_publication_waits_for_the_evaluation_of_the_version_it_replaces(tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["free", "lockstep"])
+def test_the_first_publication_waits_for_the_evaluation_of_the_initial_weights(tmp_path: Path, schedule: str) -> None:
     async def main() -> None:
         fleet = FakeFleet(token_s=0.02)
-        controller = make_controller(tmp_path, fleet, 6, max_eval_problems=30, max_concurrent_evals=2)
+        controller = make_controller(
+            tmp_path, fleet, 6, schedule=schedule, max_eval_problems=30, max_concurrent_evals=2
+        )
         async with asyncio.timeout(30), running(controller) as (client, _):
             await register(client)
             assert await next_batch(client, 0) is not None
-            assert 0 not in controller.evaluations
+            assert 0 not in controller.evaluations.results
             await publish(client, 1)
-            assert controller.evaluations[0].num_problems == 30
+            evaluation = controller.evaluations.results[0].row()
+            assert (evaluation["num_problems"], evaluation["newest_version"]) == (30, 0)
             assert fleet.calls[0] == "begin 1 w"
 
     asyncio.run(main())
+
+
+def hold_evaluations_from(version: int, fleet: FakeFleet) -> list[str]:
+    """Let no response of an evaluation that began at `version` or later go on after its first token; return who waits."""
+    waiting: list[str] = []
+
+    def hold(request_id: str) -> bool:
+        holds = request_id.startswith("eval") and int(request_id[4:].split("-")[0]) >= version
+        waiting.extend([request_id] if holds else [])
+        return holds
+
+    fleet.hold = hold
+    return waiting
+
+
+def test_in_a_free_run_training_goes_on_during_an_evaluation_whose_answers_then_name_all_their_versions(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        fleet = FakeFleet()
+        waiting = hold_evaluations_from(2, fleet)
+        controller = make_controller(tmp_path, fleet, 6, eval_every=2, eval_samples=3, eval_temperature=1.0)
+
+        async def train(version: int, batch: Batch) -> None:
+            while version == 2 and len(waiting) < 30:
+                await asyncio.sleep(0.001)
+            if version == 5:  # steps 2, 3 and 4 went on: the evaluation of version 2 has not ended
+                assert sorted(controller.evaluations.results) == [0]
+                fleet.release.set()
+                while 2 not in controller.evaluations.results:
+                    await asyncio.sleep(0.001)
+
+        async with asyncio.timeout(30), running(controller) as (client, run):
+            await register(client)
+            await act(client, train)
+            await run
+
+    asyncio.run(main())
+    first, spanning, *_, last = evaluations = rows(tmp_path / "evals.jsonl")
+    assert (spanning["version"], spanning["oldest_version"], spanning["newest_version"]) == (2, 2, 5)
+    assert [e["version"] for e in evaluations if e["version"] in (3, 4)] == []  # were due while another went on
+    assert (first["oldest_version"], first["newest_version"]) == (0, 0)
+    assert (last["version"], last["oldest_version"], last["newest_version"]) == (6, 6, 6)
+    assert {"pass@1", "pass@3", "avg@3"} <= spanning.keys()
+    answers = rows(tmp_path / "samples" / "eval_000002.jsonl")
+    assert [answer["sample"] for answer in answers] == [0, 1, 2] * 10
+    assert [answer["versions"][0] for answer in answers] == [[2, 1]] * 30
+    assert {answer["versions"][-1][0] for answer in answers} == {5}
+    column = [row.get("eval/version") for row in rows(tmp_path / "metrics.jsonl")]
+    assert (column[0], column[1:5]) == (0, [None] * 4)
+    assert column[5] == 2  # in the row of the step in which it ended
+
+
+def test_an_evaluation_that_must_have_one_version_holds_every_publication(tmp_path: Path) -> None:
+    async def main() -> None:
+        fleet = FakeFleet()
+        hold_evaluations_from(2, fleet)
+        controller = make_controller(tmp_path, fleet, 6, schedule="lockstep", eval_every=2)
+        async with asyncio.timeout(30), running(controller) as (client, _):
+            await register(client)
+            actor = asyncio.create_task(act(client))
+            while controller.version < 2:
+                await asyncio.sleep(0.001)
+            assert (await asyncio.wait((actor,), timeout=0.3))[1] == {actor}
+            assert controller.version == 2
+            fleet.release.set()
+            await actor
+
+    asyncio.run(main())
+    assert all(e["oldest_version"] == e["newest_version"] == e["version"] for e in rows(tmp_path / "evals.jsonl"))
 
 
 def test_a_snapshot_holds_cursor_buffer_and_the_tokens_of_unfinished_responses(tmp_path: Path) -> None:
@@ -223,7 +303,7 @@ def test_a_failing_background_task_ends_the_run_with_its_own_traceback(tmp_path:
         ("first_replica_timeout_s", False, "waited 0.2 s for the first rollout replica to register"),
         ("group_timeout_s", True, r"waited 0.2 s .* responses to problem '\d+\+\d+'; tokens .*: \[1, 1, 1, 1\]"),
         ("actor_timeout_s", True, "waited 0.2 s for the actor's next call at version 0"),
-        ("evaluation_timeout_s", True, r"waited 0.2 s .* for version 0's answers to 10 held-out problems"),
+        ("evaluation_timeout_s", True, r"waited 0.2 s .* for 10 responses to 10 problems; 0 came"),
     ],
 )
 def test_every_wait_has_a_deadline_and_names_what_it_waited_for(
@@ -258,7 +338,7 @@ def test_an_actor_that_stops_early_ends_the_run_after_a_last_evaluation(tmp_path
             await post(client, "/done", reason="time is up")
             await run
             assert (await post(client, "/batch", version=1)).status_code == 410
-            assert sorted(controller.evaluations) == [0, 1]
+            assert sorted(controller.evaluations.results) == [0, 1]
 
     asyncio.run(main())
 

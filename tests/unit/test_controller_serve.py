@@ -65,7 +65,7 @@ def test_a_run_over_a_real_socket_from_the_first_batch_to_the_last_evaluation(tm
 
     controller, sizes = asyncio.run(main())
     assert sizes == [12] * 4
-    assert sorted(controller.evaluations) == [0, 2, 4]
+    assert sorted(controller.evaluations.results) == [0, 2, 4]
     with socket.create_server(("127.0.0.1", port)):
         pass  # the port is free again
 

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from a3po_megatron.config.check import ARITHMETIC_VOCABULARY, check_actor, check_optimizer, check_pretrain, check_train
+from a3po_megatron.config.evaluation import EvaluateConfig
 from a3po_megatron.config.load import load_config
 from a3po_megatron.config.model_shape import ModelShape, read_model_shape
 from a3po_megatron.config.schema import (
@@ -39,8 +40,11 @@ def test_there_are_shipped_files() -> None:
 def test_every_shipped_file_is_valid(path: Path) -> None:
     """Of the models only the arithmetic one is in the repository; its warm start and SmolLM2 are made by commands."""
     arithmetic = read_model_shape(ROOT / "configs/models/arithmetic_qwen3")
-    if yaml.safe_load(path.read_text())["recipe"] == "pretrain":
+    recipe = yaml.safe_load(path.read_text())["recipe"]
+    if recipe == "pretrain":
         check_pretrain(load_config(PretrainConfig, path), arithmetic)
+    elif recipe == "evaluate":
+        load_config(EvaluateConfig, path)  # tests/unit/evaluate/test_target.py checks the settings
     else:
         config = load_config(TrainConfig, path)
         made = ROOT / "configs/models" / Path(config.model.path).name  # what a random model was made from

@@ -19,7 +19,8 @@ def step(index: int, **changes) -> dict:
 
 
 def evaluation(version: int, accuracy: float) -> dict:
-    return {"version": version, "num_problems": 100, "accuracy": accuracy, "standard_error": 0.05, "time_s": 1.0}
+    line = {"version": version, "newest_version": version, "num_problems": 100, "accuracy": accuracy}
+    return line | {"standard_error": 0.05, "time_s": 1.0}
 
 
 def write(path: Path, rows: list[dict]) -> None:

@@ -1,7 +1,7 @@
 """Stands in for a vLLM server in tests of the supervisor: python fake_server.py PORT MODE.
 
 Starts a child process, as vLLM does, maps shared memory, answers readiness. Modes: `good`, `stubborn` (ignores
-SIGTERM), `dies` (exits with an error while starting).
+SIGTERM), `dies` (exits with an error while starting), `hangs` (answers the probe, no other request).
 """
 
 import json
@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -32,8 +33,10 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(json.dumps({"world_size": 1}))
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
+        body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.path == "/inference/v1/generate":
+            if sys.argv[2] == "hangs" and b"probe-" not in body:
+                time.sleep(600)
             self._answer(f"data: {json.dumps({'choices': [CHOICE]})}\n\ndata: [DONE]\n\n")
         else:
             self._answer("{}")

@@ -48,7 +48,7 @@ def test_an_unknown_setting_is_refused_too():
 def test_greedy_is_for_evaluation_only():
     with pytest.raises(UserError, match="greedy"):
         SamplingSettings(temperature=0.0, max_tokens=5).check()
-    SamplingSettings.from_config(RolloutConfig(), evaluation=True).check()
+    SamplingSettings.from_config(RolloutConfig(), evaluation_temperature=0.0).check()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,145 @@
+"""Servers that run already: found through a controller or by url, asked with the version they have, left alone."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.errors import UserError
+from a3po_megatron.evaluate.running_fleet import RunningFleet
+from a3po_megatron.rollout.client import ReplicaError
+from a3po_megatron.rollout.sampling import SamplingSettings
+from tests.unit.rollout.fake_replica import FakeReplica
+
+pytestmark = pytest.mark.timeout(60)
+SAMPLING = SamplingSettings(temperature=0.0, max_tokens=6, evaluation=True)
+CONFIG = RolloutConfig(request_timeout_s=5, control_timeout_s=2)
+
+
+class Server(FakeReplica):
+    """A vLLM server that says its version."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/weight_info" and "/weight_info" not in self.broken:
+            return httpx.Response(200, json={"weight_version": self.version})
+        if request.url.path == "/status":
+            return httpx.Response(404, json={"detail": "Not Found"})
+        return await super().handle_async_request(request)
+
+
+class Controller(httpx.AsyncBaseTransport):
+    """Answers /status like the real one."""
+
+    def __init__(self, **states: str) -> None:
+        self.states = states
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.headers["Authorization"] != "Bearer secret":
+            return httpx.Response(401, json={"error": "the run's token is missing or wrong"})
+        replicas = {
+            name: {"url": f"http://{name}", "state": state, "running": 0} for name, state in self.states.items()
+        }
+        return httpx.Response(200, json={"fleet": {"replicas": replicas}})
+
+
+def fleet_of(places: dict[str, httpx.AsyncBaseTransport], token: str = "secret") -> RunningFleet:
+    return RunningFleet(CONFIG, token, 16, lambda url: places[url.removeprefix("http://")])
+
+
+def test_the_current_replicas_of_a_controller_share_the_requests() -> None:
+    a, b, behind = Server("a"), Server("b"), Server("behind")
+    places: dict[str, Any] = {
+        "a": a,
+        "b": b,
+        "behind": behind,
+        "c": Controller(a="current", behind="behind", b="current"),
+    }
+
+    async def run() -> None:
+        fleet = fleet_of(places)
+        await fleet.connect(["http://c"])
+        assert fleet.urls == ["http://a", "http://b"]
+        await asyncio.gather(*(fleet.generate([1, 2], SAMPLING, f"r{i}") for i in range(6)))
+        await fleet.aclose()
+
+    asyncio.run(run())
+    assert (len(a.requests), len(b.requests), len(behind.requests)) == (3, 3, 0)
+    assert not [call for call in a.calls + b.calls if "pause" in call or "update" in call]  # asked, never controlled
+
+
+def test_a_prompt_read_under_other_weights_is_not_reused_and_tokens_name_their_versions() -> None:
+    server = Server("a")
+    server.version = "7"
+
+    async def run() -> None:
+        fleet = fleet_of({"a": server})
+        await fleet.connect(["http://a"])
+        first = await fleet.generate([1, 2], SAMPLING, "first")
+        server.version = "8"  # its run has published
+        second = await fleet.generate([1, 2], SAMPLING, "second")
+        assert (set(first.versions.tolist()), set(second.versions.tolist())) == ({7}, {8})
+        await fleet.aclose()
+
+    asyncio.run(run())
+    assert [request["cache_salt"] for request in server.requests] == ["version-7", "version-8"]
+
+
+def test_a_response_goes_on_where_the_controller_has_started_another_server() -> None:
+    dying, fresh = Server("dying"), Server("fresh")
+    dying.dies_after = 4
+    controller = Controller(dying="current")
+
+    async def run() -> None:
+        fleet = fleet_of({"dying": dying, "fresh": fresh, "c": controller})
+        await fleet.connect(["http://c"])
+        controller.states = {"fresh": "current"}
+        response = await fleet.generate([1, 2], SAMPLING, "r")
+        assert len(response.token_ids) == 6
+        assert fleet.urls == ["http://fresh"]
+        await fleet.aclose()
+
+    asyncio.run(run())
+    assert fresh.requests[0]["token_ids"] == [1, 2, 7, 7, 7, 7]  # what the first server had given
+
+
+def test_without_any_server_left_the_evaluation_ends_and_says_why() -> None:
+    dying = Server("dying")
+    dying.dies_after = 1
+
+    async def run() -> None:
+        fleet = fleet_of({"dying": dying})
+        await fleet.connect(["http://dying"])
+        with pytest.raises(ReplicaError, match="no server is left: replica asked at http://dying: connection lost"):
+            await fleet.generate([1, 2], SAMPLING, "r")
+        await fleet.aclose()
+
+    asyncio.run(run())
+
+
+def unnumbered() -> Server:
+    server = Server("a")
+    server.version = "default"
+    return server
+
+
+@pytest.mark.parametrize(
+    ("place", "token", "message"),
+    [
+        (Controller(a="current"), "wrong", "another run's token, or none"),
+        (Controller(a="behind"), "secret", r"the controller has no server with the current weights \(it has 1\)"),
+        (httpx.AsyncHTTPTransport(), "secret", "target=http://127.0.0.1:1: nobody answers there .ConnectError."),
+        (unnumbered(), "secret", "its weights are of version 'default', not a number: no server of a run"),
+    ],
+)
+def test_a_fleet_that_cannot_be_asked_is_a_users_mistake(
+    place: httpx.AsyncBaseTransport, token: str, message: str
+) -> None:
+    async def run() -> None:
+        fleet = fleet_of({"127.0.0.1:1": place}, token)
+        with pytest.raises(UserError, match=message):
+            await fleet.connect(["http://127.0.0.1:1"])
+        await fleet.aclose()
+
+    asyncio.run(run())
