@@ -10,6 +10,7 @@ import pytest
 TOOL = Path(__file__).parents[2] / "tools/bench_logprobs.py"
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)  # three processes that import torch
 def test_the_benchmark_prints_one_json_object() -> None:
     options = [
