@@ -1,14 +1,14 @@
 """Time and memory of the chunked log-probabilities (actor/token_head.py) beside the plain version, which makes all logits.
 
 Both compute the log-probabilities of random tokens and the gradients of hidden states and output weight, in one process with
-nothing else of the model. Time: repeats taken in turns, medians. Memory: what the peak lies above the inputs, less the weight's
-gradient, which both must return; on a CPU the peak of resident memory of a process that runs this variant alone (getrusage),
-on a GPU torch's own count. Where there is a GPU, its compiled path is measured too.
+nothing else of the model. Time: repeats taken in turns, medians; on a CPU also the processor time of all threads, which other
+programs on the machine disturb less. Memory: what the peak lies above the inputs, less the weight's gradient, which both must
+return; on a CPU the largest resident memory (VmHWM in /proc/self/status) of a process that runs this variant alone, on a GPU
+torch's own count. Where there is a GPU, its compiled path is measured too.
 """
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -33,7 +33,7 @@ def main() -> int:
         print(peak_memory(arguments.memory_of, arguments))
         return 0
     variants = ["plain", "chunked", *(["compiled"] if arguments.device == "cuda" else [])]
-    seconds = time_in_turns(variants, arguments)
+    seconds, cpu_seconds = time_in_turns(variants, arguments)
     memory = {name: memory_in_own_process(name, arguments) for name in variants}
     result = {
         "device": torch.cuda.get_device_name()
@@ -44,8 +44,10 @@ def main() -> int:
             for name in ("dtype", "tokens", "vocabulary", "hidden", "chunk_tokens", "entropy")
         },
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "extra_memory_mb": {name: value / MEGABYTE for name, value in memory.items()},
         "time_ratio": {name: seconds[name] / seconds["plain"] for name in variants[1:]},
+        "cpu_time_ratio": {name: cpu_seconds[name] / cpu_seconds["plain"] for name in variants[1:]},
         "memory_ratio": {name: memory[name] / memory["plain"] for name in variants[1:]},
     }
     print(json.dumps(result) if arguments.json else table(result, variants))
@@ -101,25 +103,28 @@ def inputs(arguments: argparse.Namespace, tokens: int) -> tuple[Tensor, Tensor, 
     return hidden, weight, torch.randint(arguments.vocabulary, (tokens,), device=arguments.device)
 
 
-def time_in_turns(variants: list[str], arguments: argparse.Namespace) -> dict[str, float]:
-    """Return the median seconds of forward and backward; each variant is warmed up by a few tokens, or compiled."""
+def time_in_turns(variants: list[str], arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the median seconds and processor seconds of forward and backward; a few tokens warm each variant up."""
     warm, whole = inputs(arguments, min(arguments.tokens, 64)), inputs(arguments, arguments.tokens)
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
     for name in variants:
         run(variant(name, arguments), *(whole if name == "compiled" else warm))
     for _ in range(arguments.repeats):
         for name in variants:
-            seconds[name].append(run(variant(name, arguments), *whole))
-    return {name: statistics.median(values) for name, values in seconds.items()}
+            taken[name].append(run(variant(name, arguments), *whole))
+    wall, cpu = ({name: statistics.median(run[i] for run in runs) for name, runs in taken.items()} for i in (0, 1))
+    return wall, cpu
 
 
-def run(loss: Callable[[Tensor, Tensor, Tensor], Tensor], hidden: Tensor, weight: Tensor, labels: Tensor) -> float:
-    """Return the seconds of one forward and backward pass."""
+def run(
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor], hidden: Tensor, weight: Tensor, labels: Tensor
+) -> tuple[float, float]:
+    """Return the seconds and the processor seconds of one forward and backward pass."""
     synchronize(hidden)
-    start = time.perf_counter()
+    wall, cpu = time.perf_counter(), time.process_time()
     loss(hidden, weight, labels).backward()
     synchronize(hidden)
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - wall, time.process_time() - cpu
     hidden.grad = weight.grad = None
     return seconds
 
@@ -143,7 +148,7 @@ def memory_in_own_process(name: str, arguments: argparse.Namespace) -> int:
 def peak_memory(name: str, arguments: argparse.Namespace) -> int:
     """Return the bytes by which the peak of one pass lies above the inputs, less the weight's gradient."""
     loss, (hidden, weight, labels) = variant(name, arguments), inputs(arguments, arguments.tokens)
-    run(loss, *(tensor[:8] if index != 1 else tensor for index, tensor in enumerate((hidden.detach(), weight, labels))))
+    run(loss, hidden.detach()[:8], weight, labels[:8])  # what libraries set up once is not counted
     if arguments.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -152,7 +157,8 @@ def peak_memory(name: str, arguments: argparse.Namespace) -> int:
     else:
         before = psutil.Process().memory_info().rss
         run(loss, hidden, weight, labels)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        peak = int(status["VmHWM"].split()[0]) * 1024  # getrusage's peak would be the parent's
     return peak - before - weight.numel() * weight.element_size()
 
 
@@ -161,14 +167,12 @@ def table(result: dict, variants: list[str]) -> str:
     lines = [
         f"{result['tokens']} tokens, vocabulary {result['vocabulary']}, hidden {result['hidden']}, {result['dtype']}, "
         f"{result['device']}{', with entropy' if result['entropy'] else ''}",
-        f"{'':10}{'seconds':>10}{'of plain':>10}{'extra MB':>10}{'of plain':>10}",
+        f"{'':10}{'seconds':>10}{'of plain':>10}{'CPU s':>10}{'of plain':>10}{'extra MB':>10}{'of plain':>10}",
     ]
     for name in variants:
-        ratios = result["time_ratio"].get(name, 1.0), result["memory_ratio"].get(name, 1.0)
-        lines.append(
-            f"{name:10}{result['seconds'][name]:10.3f}{ratios[0]:10.3f}"
-            f"{result['extra_memory_mb'][name]:10.1f}{ratios[1]:10.3f}"
-        )
+        columns = [("seconds", "time_ratio"), ("cpu_seconds", "cpu_time_ratio"), ("extra_memory_mb", "memory_ratio")]
+        figures = [f"{result[value][name]:10.3f}{result[ratio].get(name, 1.0):10.3f}" for value, ratio in columns]
+        lines.append(f"{name:10}{''.join(figures)}")
     return "\n".join(lines)
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from a3po_megatron.actor import parallel
@@ -45,7 +46,10 @@ class BatchStep:
     """Trains one batch after another. Every method is collective over all ranks, which all pass the same batch."""
 
     def __init__(self, actor: Actor, algorithm: AlgorithmConfig, max_staleness: int, seed: int) -> None:
-        """The actor's weights of this moment are those of the reference policy, where the loss asks for one."""
+        """The actor's weights of this moment are those of the reference policy, where the loss asks for one.
+
+        So this comes before a checkpoint is loaded, which `restore` then follows.
+        """
         self._actor, self._algorithm, self._max_staleness, self._seed = actor, algorithm, max_staleness, seed
         self._proximal_time = TimedProximal(build_proximal(algorithm))
         self._loss = build_policy_loss(algorithm, self._proximal_time, parallel.sum_over_cp)
@@ -61,7 +65,10 @@ class BatchStep:
         began, passes_before = time.monotonic(), self._actor.num_forward_passes
         whole = training_batch(batch, version, self._max_staleness, self._algorithm.newer_tokens == "mask")
         if self._algorithm.method == "sync" and (whole.num_overdue or (whole.staleness > 0).any()):
-            raise RuntimeError(f"algorithm.method=sync: the batch of version {version} holds tokens of older versions")
+            raise RuntimeError(
+                f"algorithm.method=sync: the batch of version {version} holds tokens up to {whole.staleness.max(initial=0)} "
+                f"versions older, and {whole.num_overdue} beyond controller.max_staleness: the controller broke its promise"
+            )
         minibatches = split_minibatches(whole.sequences, self._algorithm.num_minibatches, self._seed, version)
         minibatches = [m for m in minibatches if any(sequence.trainable.any() for sequence in m)]
         losses = self._losses(len(minibatches))
@@ -117,10 +124,25 @@ class BatchStep:
         """Do one forward-only pass, in the microbatches of the steps to come: no rank needs another's results."""
         with self._reference.in_place() if field == "reference_logprobs" and self._reference else nullcontext():
             found = self._actor.logprobs_by_step(minibatches)
+        self._check_finite(minibatches, found, field)
         return [
             [with_logprobs(sequence, field, logprobs.get(index)) for index, sequence in enumerate(minibatch)]
             for minibatch, logprobs in zip(minibatches, found, strict=True)
         ]
+
+    def _check_finite(
+        self, minibatches: Minibatches, found: Sequence[Mapping[int, NDArray[np.float32]]], field: str
+    ) -> None:
+        """Raise NonFiniteError on every rank, naming the sample, where a trainable token's log-probability is not finite."""
+        sequences = [sequence for minibatch in minibatches for sequence in minibatch]
+        known = [logprobs.get(index) for m, logprobs in zip(minibatches, found, strict=True) for index in range(len(m))]
+        bad = [
+            0.0 if values is None else float((~np.isfinite(values) & sequence.trainable[1:]).sum())
+            for sequence, values in zip(sequences, known, strict=True)
+        ]
+        for sequence, count in zip(sequences, self._actor.add_up_each(np.array(bad)), strict=True):
+            if count:
+                raise NonFiniteError(f"{field}: {count:g} of {sequence.name} are not finite; nothing was trained")
 
     def _with_correction(self, minibatches: Minibatches) -> Minibatches:
         """Mark the tokens that M2PO keeps. It judges the whole batch, so the ranks first tell each other what they know."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 from torch.distributed import distributed_c10d
@@ -73,8 +74,10 @@ def destroy() -> None:
     """Take every process group but the default one down, so that another layout can follow.
 
     megatron only forgets its groups. Each holds threads and sockets, about thirty groups a layout, so they are ended here.
+    So is what still refers to one: the cache of rotary embeddings keeps the modules that filled it, and they their group.
     """
     parallel_state.destroy_model_parallel()
+    RotaryEmbedding.forward.cache_clear()  # megatron/core/models/common/embeddings/rotary_pos_embedding.py
     for group in list(distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)

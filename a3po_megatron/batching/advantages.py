@@ -41,12 +41,14 @@ def group_advantages(rewards: Float32, kept: Bool, settings: AdvantageConfig) ->
     return advantages
 
 
-def normalize_over_batch(advantages: Float32, num_tokens: NDArray[np.int64], std_floor: float) -> Float32:
+def normalize_over_batch(
+    advantages: Float32, counted: Bool, num_tokens: NDArray[np.int64], std_floor: float
+) -> Float32:
     """Return advantages [samples] with mean 0 and std 1 over the tokens of the batch, `num_tokens` [samples] each.
 
-    Zeros (masked samples, groups without signal) stay zeros and out of the statistics.
+    Where `counted` [samples] is off (masked samples, groups without signal) they stay 0 and out of the statistics.
     """
-    here = (advantages != 0) & (num_tokens > 0)
+    here = counted & (num_tokens > 0)
     if not here.any():
         return advantages
     values, weights = advantages[here].astype(np.float64), num_tokens[here]
@@ -63,6 +65,11 @@ def kept_samples(group: Group, settings: AdvantageConfig) -> Bool:
     return ~np.array(cut_off, dtype=np.bool_) if settings.overlong_filtering else np.ones(len(cut_off), np.bool_)
 
 
+def group_has_signal(group: Group, settings: AdvantageConfig) -> bool:
+    """Whether the rewards of the members that are kept differ, so that its advantages are not all 0."""
+    return has_signal(group.rewards[kept_samples(group, settings)])
+
+
 def batch_advantages(
     groups: Sequence[Group], rewards: Sequence[Float32], settings: AdvantageConfig
 ) -> tuple[Float32, Bool]:
@@ -72,6 +79,7 @@ def batch_advantages(
         [group_advantages(own, keep, settings) for own, keep in zip(rewards, kept, strict=True)]
     )
     if settings.normalize_batch:
+        counted = [keep & has_signal(own[keep]) for own, keep in zip(rewards, kept, strict=True)]
         num_tokens = np.array([len(sample.response_ids) for group in groups for sample in group.samples])
-        advantages = normalize_over_batch(advantages, num_tokens, settings.std_floor)
+        advantages = normalize_over_batch(advantages, np.concatenate(counted), num_tokens, settings.std_floor)
     return advantages, np.concatenate(kept)

@@ -13,12 +13,17 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
     _check_weights(algorithm)
     _check_penalties(algorithm)
     if algorithm.method in ("loglinear", "metrics"):
-        _check_alpha(algorithm.alpha)
+        _check_alpha(algorithm.alpha, algorithm.surrogate)
     _check_m2po(algorithm)
     if algorithm.aggregation == "fixed_length" and algorithm.fixed_length < 1:
         raise UserError(
             f"algorithm.fixed_length={algorithm.fixed_length}: algorithm.aggregation=fixed_length divides by it; "
             "use for example rollout.max_response_tokens"
+        )
+    if algorithm.aggregation != "fixed_length" and algorithm.fixed_length:
+        raise UserError(
+            f"algorithm.fixed_length={algorithm.fixed_length} with algorithm.aggregation={algorithm.aggregation}: only "
+            "fixed_length divides by it; leave it at 0"
         )
 
 
@@ -30,6 +35,11 @@ def _check_passes(algorithm: AlgorithmConfig) -> None:
         raise UserError(
             f"algorithm.reuse_first_forward=true with algorithm.method={algorithm.method}: only recompute has an extra "
             "forward pass to save"
+        )
+    if algorithm.reuse_first_forward and algorithm.num_epochs > 1:
+        raise UserError(
+            f"algorithm.reuse_first_forward=true with algorithm.num_epochs={algorithm.num_epochs}: the second epoch needs the "
+            "extra pass of the first minibatch all the same, so nothing is saved; set reuse_first_forward=false"
         )
 
 
@@ -50,6 +60,15 @@ def _check_weights(algorithm: AlgorithmConfig) -> None:
     hint = "at least 1, the weight of fresh data, or 0 for no cap"
     _require(cap == 0 or cap >= 1, "algorithm.behavior_weight.cap", cap, hint)
     _require(bound == 0 or bound > 1, "algorithm.total_weight.bound", bound, "above 1, or 0 for none")
+    for name, mode, limit, value in (
+        ("behavior_weight", algorithm.behavior_weight.mode, "cap", cap),
+        ("total_weight", algorithm.total_weight.mode, "bound", bound),
+    ):
+        if mode == "mask" and not value:
+            raise UserError(
+                f"algorithm.{name}.mode=mask with algorithm.{name}.{limit}=0: nothing would be masked; set the {limit} that a "
+                "token must not exceed, or leave the mode at truncate"
+            )
     if algorithm.surrogate == "gspo" and level == "token":
         raise UserError(
             "algorithm.behavior_weight.level=token with algorithm.surrogate=gspo: the ratio belongs to the whole response, "
@@ -73,13 +92,25 @@ def _check_penalties(algorithm: AlgorithmConfig) -> None:
     _require(kl.behavior_clamp > 0, "algorithm.kl.behavior_clamp", kl.behavior_clamp, "must be above 0")
 
 
-def _check_alpha(alpha: AlphaConfig) -> None:
+def _check_alpha(alpha: AlphaConfig, surrogate: str) -> None:
+    if alpha.fresh_anchor == "target" and alpha.kind != "inverse":
+        raise UserError(
+            f"algorithm.alpha.fresh_anchor=target with algorithm.alpha.kind={alpha.kind}: only inverse has a choice at "
+            "staleness 0; leave it at behavior"
+        )
     _require(0 <= alpha.value <= 1, "algorithm.alpha.value", alpha.value, "a share between 0 and 1")
     _require(alpha.rate > 0, "algorithm.alpha.rate", alpha.rate, "must be above 0")
     steering = alpha.adaptive
     for name in ("target", "gain", "min_strength"):
         value = getattr(steering, name)
         _require(0 < value < math.inf, f"algorithm.alpha.adaptive.{name}", value, "must be above 0")
+    if alpha.kind == "adaptive" and steering.measure == "clip_fraction":
+        _require(steering.target < 1, "algorithm.alpha.adaptive.target", steering.target, "a share of tokens, below 1")
+        if surrogate == "cispo":
+            raise UserError(
+                "algorithm.alpha.adaptive.measure=clip_fraction with algorithm.surrogate=cispo: cispo clips the total weight, "
+                "which no alpha moves; use measure behavior_kl or another surrogate"
+            )
     low, start, high = steering.min_strength, steering.initial_strength, steering.max_strength
     if not low <= start <= high:
         raise UserError(
@@ -92,10 +123,10 @@ def _check_m2po(algorithm: AlgorithmConfig) -> None:
     _require(0 <= threshold < math.inf, "algorithm.m2po_threshold", threshold, "above 0, or 0 for no M2PO")
     if not threshold:
         return
-    if algorithm.method not in ("recompute", "metrics"):
+    if algorithm.method != "recompute":
         raise UserError(
             f"algorithm.m2po_threshold={threshold} with algorithm.method={algorithm.method}: M2PO chooses tokens of the whole "
-            "batch by their ratios before its first step, which only the extra pass of recompute or metrics gives"
+            "batch by their ratios before its first step, which only the extra pass of recompute gives"
         )
     if algorithm.reuse_first_forward:
         raise UserError(

@@ -52,7 +52,7 @@ class Controller:
         self.admission = Admission(
             config.schedule, config.max_staleness, config.prompts_per_batch, config.max_concurrent_groups, num_steps
         )
-        self.places = Places(config, num_steps)
+        self.places = Places(config, parts.advantage, num_steps)
         self.changes = Changes()
         self.buffer = GroupBuffer(config.prompts_per_batch, in_order=config.schedule == "lockstep")
         self.running: dict[int, RunningGroup] = {}  # by place

@@ -22,10 +22,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from a3po_megatron.batching.advantages import SMALLEST_SPREAD
-from a3po_megatron.config.schema import ControllerConfig
+from a3po_megatron.batching.advantages import group_has_signal
+from a3po_megatron.config.schema import AdvantageConfig, ControllerConfig
 from a3po_megatron.controller.groups import Straggler
 from a3po_megatron.errors import UserError
 from a3po_megatron.records import Group
@@ -49,8 +47,9 @@ class PlacesState:
 class Places:
     """The places of one run."""
 
-    def __init__(self, config: ControllerConfig, num_batches: int) -> None:
-        self._config = config
+    def __init__(self, config: ControllerConfig, advantage: AdvantageConfig, num_batches: int) -> None:
+        """`advantage` says which members of a group count."""
+        self._config, self._advantage = config, advantage
         self._batch_size = config.prompts_per_batch
         self._num_places = num_batches * config.prompts_per_batch
         self._in_rounds = config.dynamic_sampling and config.schedule == "lockstep"
@@ -88,7 +87,7 @@ class Places:
         if isinstance(outcome, Straggler):
             self._count_straggler(place, outcome)
             self._given_back.append(place)
-        elif self._config.dynamic_sampling and not has_signal(outcome):
+        elif self._config.dynamic_sampling and not group_has_signal(outcome, self._advantage):
             self._held[place] = outcome
         else:
             accepted.append((place, outcome))
@@ -167,8 +166,3 @@ class Places:
             raise straggler
         self._stragglers[batch] += 1
         self._counts["stragglers"] += 1
-
-
-def has_signal(group: Group) -> bool:
-    """Whether the group's rewards differ, so that its advantages are not all 0."""
-    return bool(np.ptp(group.rewards.astype(np.float64)) >= SMALLEST_SPREAD)

@@ -7,8 +7,8 @@ Per-token estimators on the sampled tokens, differentiated as they stand, as the
       k2 = x^2 / 2        gradient  x grad log pi                 gradient  beta log w grad log pi, 0 beyond the clamp
       k3 = e^-x - 1 + x   gradient  (1 - e^-x) grad log pi
 
-On fresh samples the mean of each is KL(pi_theta, pi_ref); its gradient is that of the KL for k2 only, 0 on average for k1,
-and for k3 that of KL(pi_ref, pi_theta). Nothing reweights stale samples.
+On fresh samples the mean of k1 and k3 is KL(pi_theta, pi_ref), that of k2 to second order. The gradient is that of this KL
+for k2 only, 0 on average for k1, and for k3 that of KL(pi_ref, pi_theta). Nothing reweights stale samples.
 """
 
 from dataclasses import dataclass

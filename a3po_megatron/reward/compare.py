@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from a3po_megatron.reward.extract import DENIES
 from a3po_megatron.reward.plain_number import plain_number, same_number
 
 MAX_DIGITS = 20_000  # of any integer that an expression would make
@@ -59,6 +60,8 @@ def compare(gold: str, answer: str, how: Comparison) -> str:
         return ""
     if (word := as_word(gold)) is not None:
         return "" if as_word(answer, of_gold=word) == word else "another word"
+    if DENIES.search(unwrap_text(answer)):
+        return "the answer is denied"
     gold_value, answer_value = parse_math(gold), parse_math(answer)
     if not gold_value:
         raise BadTruth("it has no reading as mathematics or as a word")
@@ -236,6 +239,9 @@ def _too_kind(gold: str, answer: str, gold_value: Any, answer_value: Any) -> str
     """
     from sympy import Eq, Function, Symbol
 
+    parts = [plain_number(unwrap_text(part)) for part in RELATION.split(answer)]
+    if len({part.value for part in parts if part is not None}) > 1:
+        return "the equation is false"
     if isinstance(answer_value, Eq) and not isinstance(gold_value, Eq) and not RELATION.search(gold):
         left, right = answer_value.lhs, answer_value.rhs
         unknowns: set[Any] = getattr(left, "free_symbols", set())

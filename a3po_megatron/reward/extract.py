@@ -22,7 +22,7 @@ Convention = Literal["auto", "boxed", "answer_line", "gsm8k", "last_number", "an
 CONVENTIONS: tuple[str, ...] = get_args(Convention)
 WINDOW = 4000  # characters at the end of a response in which the answer must begin
 MAX_ANSWER = 500  # characters; no real answer comes near
-MAX_NESTING = 24  # of braces, brackets and parentheses together
+MAX_NESTING = 12  # of braces, brackets and parentheses together; the parser takes seconds for a few more
 
 BOX = re.compile(r"\\+(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
 ANSWER_LINE = re.compile(r"(?:\banswer|答案)\s*(?:\*\*|__)?\s*:(?:\*\*|__)?[ \t]*", re.IGNORECASE)
@@ -42,7 +42,7 @@ MARKERS = {
 JOINS = re.compile(
     r"\b(?:and|or|either|maybe|perhaps|possibly|alternatively|alternative|could|might|if)\b", re.IGNORECASE
 )
-HEDGES = re.compile(r"\b(?:or|either|maybe|perhaps|possibly|alternatively|could|might)\b", re.IGNORECASE)
+HEDGES = re.compile(r"\b(?:or|either|option|maybe|perhaps|possibly|alternatively|could|might)\b", re.IGNORECASE)
 ALTERNATIVES = re.compile(r"\b(?:or|either|maybe|perhaps|possibly|alternatively)\b", re.IGNORECASE)
 PROSE_NUMBER = re.compile(r"(?<![A-Za-z0-9.])-?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*\\?%)?")
 REVISES = re.compile(
@@ -129,7 +129,7 @@ def clean(answer: str) -> str:
         before = answer
         answer = answer.strip().strip("*_`\"'“”").strip()
         answer = re.sub(r"^(?:\\[\[(]|\$\$?)(.*?)(?<!\\)(?:\\[\])]|\$\$?)$", r"\1", answer, flags=re.DOTALL)
-        answer = re.sub(r"(?:\\\\|[.,;:]|\\[,;! ])+$", "", answer)
+        answer = re.sub(r"(?:\\\\|(?<!\.)\.|[,;:]|\\[,;! ])+$", "", answer)
         answer = re.sub(r"^(?:\\[,;! ]|[:=](?!=))+", "", answer)
     return answer
 
@@ -155,6 +155,11 @@ def _last_marker(text: str, markers: tuple[re.Pattern[str], ...]) -> tuple[re.Pa
 def _after_marker(text: str, marker: re.Pattern[str], matches: list[re.Match[str]]) -> Extraction:
     if marker is BOX:
         return _boxes(text, matches)
+    if len(matches) > 1:
+        before = text[matches[-2].end() : matches[-1].start()].strip(" \t\n*#,;")
+        after = text[matches[-1].end() :].split("\n", 1)[0]
+        if len(before) <= 40 and "\n" not in before and re.search(r"\d", before) and clean(before) != clean(after):
+            return Extraction(problem=f"several answers in a row: {clean(before)[:40]}; {clean(after)[:40]}")
     rest = text[matches[-1].end() :]
     line = rest.split("\n", 1)[0]
     if not line.strip(" \t*_") or clean(line) in ("", "\\[", "$$", "["):  # the answer stands below its marker
@@ -200,7 +205,7 @@ def _boxes(text: str, starts: list[re.Match[str]]) -> Extraction:
 def _joins(gap: str) -> bool:
     """Whether two boxes with `gap` between them make one answer."""
     words = LATEX_NOISE.sub(" ", gap)
-    if HEDGES.search(words):
+    if HEDGES.search(re.split(r"[.!?]\s", words)[-1]):  # in the sentence of the later box
         return True
     if REVISES.search(words) or re.search(r"[.!?]\s", words):
         return not re.search(r"[A-Za-z]", words)

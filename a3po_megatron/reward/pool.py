@@ -29,7 +29,7 @@ from a3po_megatron.records import Verdict
 from a3po_megatron.reward.worker import LENGTH, Answer, Request
 
 SOURCE_ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = 120.0  # of a worker: it imports sympy
+START_TIMEOUT_S = 300.0  # of a worker: it imports sympy, in 2 s on an idle machine
 MAX_ANSWER_BYTES = 1 << 20
 
 
@@ -125,7 +125,10 @@ class WorkerPool:
             self._own.worker = worker
             try:
                 worker.wait_ready()
-            except (TimeoutError, WorkerFailed) as error:
+            except TimeoutError:
+                self._drop(worker)
+                raise RewardError(f"waited {START_TIMEOUT_S:g} s for a reward worker to import its libraries") from None
+            except WorkerFailed as error:
                 self._drop(worker)
                 raise RewardError(f"a reward worker did not start: {error}; its stderr says why") from None
         return worker

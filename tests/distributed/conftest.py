@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.ranks import RankPool, import_engines, join
+from tests.distributed.ranks import RankPool, collect, import_engines, join
 
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 DEFAULT_RANKS = 4
@@ -61,6 +61,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         _pool.clear()
         pytest.fail(failure, pytrace=False)
     return True
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    if UNDER_TORCHRUN and item.path.is_relative_to(HERE):
+        collect()
 
 
 def pytest_sessionfinish() -> None:

@@ -58,18 +58,13 @@ CASES = [
     (QWEN, Layout(cp=2), {}),
     (TIED, Layout(cp=2, options=DISTRIBUTED), {"max_tokens_per_microbatch": 24}),
     (QWEN, Layout(cp=2, options=OVERLAP), {"packed": False}),
-    (QWEN, Layout(tp=2, cp=2), {}),
     (TIED, Layout(tp=2, sp=True, cp=2), {"max_tokens_per_microbatch": 24}),
-    (QWEN, Layout(pp=2, cp=2), {"max_tokens_per_microbatch": 24}),
-    (QWEN, Layout(pp=2, vpp=2, cp=2), {"max_tokens_per_microbatch": 24}),
-    (LLAMA, Layout(cp=4), {}),
+    (LLAMA, Layout(pp=2, cp=2), {"max_tokens_per_microbatch": 24}),
     (MOE, Layout(), {}),
     (MOE, Layout(ep=2), {}),
-    (MOE, Layout(ep=2, options=DISTRIBUTED), {"max_tokens_per_microbatch": 16}),
     (MOE, Layout(ep=4, options=OVERLAP), {}),
     (MOE, Layout(tp=2, sp=True, ep=2), {}),
     (MOE, Layout(tp=2, sp=True, ep=2, etp=2), {}),
-    (MOE, Layout(tp=2, sp=True, options=DISTRIBUTED), {}),
     (MOE, Layout(pp=2, ep=2), {"max_tokens_per_microbatch": 24}),
     (MOE, Layout(cp=2, ep=2), {}),
     (Model("qwen3_moe_unnormalised"), Layout(pp=2, vpp=2, ep=2, options={"packed": False}), {}),
@@ -84,8 +79,9 @@ ALL_LAYOUTS = [
     for options in ({}, DISTRIBUTED, OVERLAP)
 ]
 CONTEXT_LAYOUTS = [
-    Layout(tp, pp, tp > 1, vpp, options, cp)
+    Layout(tp, pp, sp, vpp, options, cp)
     for tp, pp, cp in ((1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2))
+    for sp in ([False, True] if tp > 1 else [False])
     for vpp in ([1, 2] if pp == 2 else [1])
     for options in ({}, DISTRIBUTED, OVERLAP)
 ]

@@ -21,7 +21,7 @@ from a3po_megatron.actor.hf_mapping import hf_shapes
 from a3po_megatron.actor.nonfinite import NonFiniteError
 from a3po_megatron.actor.reference import ReferenceWeights
 from a3po_megatron.checkpoint_folder import newest_complete
-from a3po_megatron.config.algorithm import BehaviorWeightConfig
+from a3po_megatron.config.algorithm import BehaviorWeightConfig, KLConfig
 from a3po_megatron.config.model_shape import read_model_shape
 from a3po_megatron.config.schema import (
     ActorConfig,
@@ -201,15 +201,20 @@ def test_the_loop_publishes_each_version_reports_each_step_and_leaves_model_and_
         assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize(
+    "algorithm", [{}, {"method": "recompute"}, {"kl": KLConfig(reference_coefficient=0.1)}], ids=str
+)
 @pytest.mark.parametrize("layout", [Layout(tp=2, pp=2), Layout(pp=2)], ids=str)
 def test_a_loss_that_is_not_finite_names_its_sample_and_ends_the_run_before_anything_is_published(
-    layout: Layout, shared_folder: Path
+    layout: Layout, algorithm: dict[str, Any], shared_folder: Path
 ) -> None:
+    """Also where each rank knows what another policy says of its own sequences only."""
     oracle = QWEN.build()
     model = save_model(oracle, shared_folder / "model")
     batch = make_batch(oracle, 0)
     spoilt = replace(batch, advantages=np.where(np.arange(8) == 5, np.nan, batch.advantages).astype(np.float32))
     config = train_config(shared_folder, model, layout.config(**TOKENS))
+    config = replace(config, algorithm=replace(SETTINGS, **algorithm))
     link = FakeLink([spoilt]) if dist.get_rank() == 0 else None
     with pytest.raises(NonFiniteError) as failure:
         training.train(config, read_model_shape(model), link)
@@ -223,12 +228,10 @@ def test_a_loss_that_is_not_finite_names_its_sample_and_ends_the_run_before_anyt
     parallel.destroy()
 
 
-class InfiniteGradient:
-    """A loss that is finite where its gradient is not: sqrt at 0, for sequences that start with a marked token."""
+class InfiniteGradient(SupervisedLoss):
+    """A loss that is finite where its gradient is not: sqrt at 0, for tokens with a mark."""
 
-    metric_names = ()
-
-    def __call__(self, logprobs: torch.Tensor, trainable: torch.Tensor, fields: Any) -> Any:
+    def __call__(self, logprobs: torch.Tensor, trainable: torch.Tensor, fields: Any, entropy: Any = None) -> Any:
         zeros = (logprobs - logprobs.detach()).clamp(min=0)
         marked = trainable & (fields["marked"] > 0)
         return torch.where(trainable, logprobs + torch.where(marked, zeros, 1.0).sqrt(), 0.0).sum(), {}
@@ -251,25 +254,34 @@ def test_a_gradient_that_is_not_finite_stops_before_the_optimizer_and_names_its_
     actor.close()
 
 
-def test_reference_weights_take_the_models_place_and_leave_it_bit_for_bit(shared_folder: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_reference_weights_take_the_models_place_and_leave_it_bit_for_bit(dtype: Any, shared_folder: Path) -> None:
+    """And so they leave the optimizer's own copies: a step after a visit is the step without one."""
     oracle, sequences = QWEN.build(), random_sequences()
+    folder = save_model(oracle, shared_folder)
     options = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
-    actor = build_actor(save_model(oracle, shared_folder), Layout(tp=2, options=options).config(**TOKENS))
-    reference = ReferenceWeights(actor)
-    actor.train_step(sequences, SupervisedLoss())
-    trained = {name: tensor.clone() for name, tensor in actor.export_weights()}
-    with reference.in_place():
-        found = actor.logprobs(sequences)
-        for name, tensor in actor.export_weights():
-            assert torch.equal(tensor.cpu(), oracle.get_parameter(name).detach())
-    for index, logprobs in found.items():
-        expected = oracle_logprobs(oracle, sequences[index]).detach()
-        torch.testing.assert_close(torch.tensor(logprobs), expected, atol=TOLERANCE, rtol=0)
-    for name, tensor in actor.export_weights():
-        assert torch.equal(tensor, trained[name])
-        assert not torch.equal(tensor.cpu(), oracle.get_parameter(name).detach())
-    actor.train_step(sequences, SupervisedLoss())  # the optimizer still knows its parameters
-    actor.close()
+    after_two_steps = []
+    for visits in (True, False):
+        actor = build_actor(folder, Layout(tp=2, options=options).config(dtype=dtype, **TOKENS))
+        first = {name: tensor.clone() for name, tensor in actor.export_weights()}
+        reference = ReferenceWeights(actor)
+        actor.train_step(sequences, SupervisedLoss())
+        if visits:
+            trained = {name: tensor.clone() for name, tensor in actor.export_weights()}
+            with reference.in_place():
+                found = actor.logprobs(sequences)
+                assert all(torch.equal(tensor, first[name]) for name, tensor in actor.export_weights())
+            assert all(torch.equal(tensor, trained[name]) for name, tensor in actor.export_weights())
+            assert not any(torch.equal(tensor, first[name]) for name, tensor in trained.items())
+        actor.train_step(sequences, SupervisedLoss())
+        after_two_steps.append({name: tensor.clone() for name, tensor in actor.export_weights()})
+        actor.close()
+    with_visit, without = after_two_steps
+    assert all(torch.equal(tensor, without[name]) for name, tensor in with_visit.items())
+    if dtype == "float32":
+        for index, logprobs in found.items():
+            expected = oracle_logprobs(oracle, sequences[index]).detach()
+            torch.testing.assert_close(torch.tensor(logprobs), expected, atol=TOLERANCE, rtol=0)
 
 
 class BrokenSender(FakeSender):

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from a3po_megatron.batching.advantages import group_advantages, normalize_over_batch
+from a3po_megatron.batching.advantages import group_advantages, group_has_signal, normalize_over_batch
 from a3po_megatron.config.schema import AdvantageConfig
 from a3po_megatron.controller.groups import batch_of
 from a3po_megatron.records import Group, Problem, Sample
@@ -68,9 +68,27 @@ def test_masked_members_stand_in_no_statistic_and_get_zero() -> None:
 
 def test_normalisation_over_the_batch_weighs_samples_by_their_tokens_and_leaves_zeros() -> None:
     # tokens: 1 of value 1, 3 of value -1 -> mean -.5, variance .75; the third sample has no signal, the fourth no token
-    values = normalize_over_batch(f32(1, -1, 0, 9), np.array([1, 3, 50, 0]), std_floor=1e-3)
+    counted = np.array([True, True, False, True])
+    values = normalize_over_batch(f32(1, -1, 0, 9), counted, np.array([1, 3, 50, 0]), std_floor=1e-3)
     np.testing.assert_allclose(values, [1.5 / np.sqrt(0.75), -0.5 / np.sqrt(0.75), 0, 0], rtol=1e-6)
-    assert normalize_over_batch(f32(0, 0), np.array([3, 4]), 1e-3).tolist() == [0, 0]
+    assert normalize_over_batch(f32(0, 0), np.array([False, False]), np.array([3, 4]), 1e-3).tolist() == [0, 0]
+
+
+def test_an_advantage_of_zero_in_a_group_with_signal_is_normalised_like_any_other() -> None:
+    # std of (1, .5, 0) is .5: advantages 1, 0, -1; of (3, 0, 0): mean 1, std sqrt(3). One token each, so the mean is 0.
+    batch = batch_of(
+        [group("a", [1, 0.5, 0]), group("b", [2, 2]), group("c", [0, 0, 3])], AdvantageConfig(normalize_batch=True)
+    )
+    raw = np.array([1, 0, -1, -1 / np.sqrt(3), -1 / np.sqrt(3), 2 / np.sqrt(3)])
+    expected = raw / np.sqrt(np.mean(raw**2))
+    np.testing.assert_allclose(batch.advantages, [*expected[:3], 0, 0, *expected[3:]], rtol=1e-5, atol=1e-7)
+
+
+def test_a_group_has_signal_by_the_members_that_are_kept() -> None:
+    members = group("a", [1, 1, 0])
+    cut = replace(members, samples=(*members.samples[:2], replace(members.samples[2], finish_reason="length")))
+    assert group_has_signal(cut, AdvantageConfig())
+    assert not group_has_signal(cut, AdvantageConfig(overlong_filtering=True))
 
 
 def test_overlong_filtering_takes_cut_off_samples_out_of_statistics_and_training() -> None:

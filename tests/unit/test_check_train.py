@@ -31,6 +31,7 @@ def config_file(tmp_path: Path) -> str:
         (["algorithm.methd=sync"], "did you mean 'algorithm.method'?"),
         (["model.init=random"], "model.init=random: the rollout servers load the weights of model.path"),
         (["rollout.dtype=bfloat16"], "rollout.dtype=bfloat16 differs from actor.dtype=float32"),
+        (["rollout.float32_head=true"], "rollout.float32_head=True differs from actor.float32_head=False"),
         (["rollout.tensor_parallel=3"], "rollout.tensor_parallel=3 does not divide the model's 4 query heads"),
         (["rollout.max_model_len=65"], "rollout.max_model_len=65: "),
         (["rollout.max_response_tokens=64"], "rollout.max_model_len=64 leaves no room for a prompt"),

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from a3po_megatron import wire
-from a3po_megatron.batching.advantages import group_advantages
+from a3po_megatron.batching.advantages import group_advantages, group_has_signal
 from a3po_megatron.batching.buffer import GroupBuffer
-from a3po_megatron.config.schema import ControllerConfig
+from a3po_megatron.config.schema import AdvantageConfig, ControllerConfig
 from a3po_megatron.controller.admission import Admission
 from a3po_megatron.controller.groups import Straggler
-from a3po_megatron.controller.places import Places, PlacesState, has_signal
+from a3po_megatron.controller.places import Places, PlacesState
 from a3po_megatron.errors import UserError
 from a3po_megatron.records import Group, Problem, Sample
 
@@ -46,7 +46,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         config = self.config
-        self.places = Places(config, NUM_BATCHES)
+        self.places = Places(config, AdvantageConfig(), NUM_BATCHES)
         self.admission = Admission(
             config.schedule, config.max_staleness, config.prompts_per_batch, config.max_concurrent_groups, NUM_BATCHES
         )
@@ -120,7 +120,7 @@ def test_every_batch_fills_and_no_more_is_generated_than_the_bound(
     assert len(set(used)) == len(used)
     counts = done.places.row()
     assert counts["sampling/rejected_groups"] == done.draws - NUM_BATCHES * size
-    kept_without = sum(not has_signal(g) for groups in done.consumed for g in groups)
+    kept_without = sum(not group_has_signal(g, AdvantageConfig()) for groups in done.consumed for g in groups)
     assert counts["sampling/kept_without_signal"] == kept_without
 
 
@@ -159,7 +159,7 @@ def test_stop_ends_the_run_with_the_reason_once_the_bound_is_reached() -> None:
 
 
 def test_stragglers_are_replaced_until_their_bound_and_then_raised() -> None:
-    places = Places(replace(DYNAMIC, dynamic_sampling=False, max_stragglers=2), NUM_BATCHES)
+    places = Places(replace(DYNAMIC, dynamic_sampling=False, max_stragglers=2), AdvantageConfig(), NUM_BATCHES)
     assert [places.start() for _ in range(5)] == [0, 1, 2, 3, 4]
     assert places.finish(1, Straggler("late")) == []
     assert places.finish(3, Straggler("late")) == []
@@ -173,7 +173,7 @@ def test_stragglers_are_replaced_until_their_bound_and_then_raised() -> None:
 
 def test_a_straggler_in_lockstep_is_replaced_in_the_next_round_and_takes_nothing_from_the_bound() -> None:
     config = replace(DYNAMIC, schedule="lockstep", prompts_per_batch=2, max_generated=1.5, max_stragglers=1)
-    places = Places(config, NUM_BATCHES)
+    places = Places(config, AdvantageConfig(), NUM_BATCHES)
     assert (places.startable(), places.start(), places.start(), places.startable()) == (2, 0, 1, 0)
     assert places.finish(1, Straggler("late")) == []
     assert places.startable() == 0
@@ -189,13 +189,16 @@ def test_a_straggler_in_lockstep_is_replaced_in_the_next_round_and_takes_nothing
 @settings(deadline=None, max_examples=40)
 def test_restored_places_go_on_where_they_were(stop_after: int, schedule: str, seed: int) -> None:
     def play(steps: int, cut: bool) -> list[tuple[int, str]]:
-        places, choose = Places(replace(DYNAMIC, schedule=schedule), NUM_BATCHES), random.Random(seed)
+        places, choose = (
+            Places(replace(DYNAMIC, schedule=schedule), AdvantageConfig(), NUM_BATCHES),
+            random.Random(seed),
+        )
         running: dict[int, int] = {}
         kept: list[tuple[int, str]] = []
         for step in range(steps):
             if cut and step == stop_after:
                 state = wire.decode(wire.encode(places.state()), PlacesState)
-                places = Places(replace(DYNAMIC, schedule=schedule), NUM_BATCHES)
+                places = Places(replace(DYNAMIC, schedule=schedule), AdvantageConfig(), NUM_BATCHES)
                 places.restore(state, running)
             if places.startable() and len(running) < 6 and choose.random() < 0.6:
                 running[places.start()] = step
@@ -213,4 +216,6 @@ def test_a_group_has_signal_exactly_if_its_advantages_are_not_all_zero(rewards: 
     made = group(0, 0, signal=True)
     values = np.array(rewards, dtype=np.float32)
     made = Group(made.problem, (made.samples[0],) * len(rewards), values)
-    assert has_signal(made) == bool(group_advantages(values).any())
+    assert group_has_signal(made, AdvantageConfig()) == bool(
+        group_advantages(values, np.ones(len(values), np.bool_), AdvantageConfig()).any()
+    )

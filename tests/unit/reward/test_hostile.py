@@ -39,8 +39,8 @@ def test_a_thousand_hostile_answers_are_worth_0_and_leave_nothing_behind() -> No
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("repeats", [1, pytest.param(20, marks=pytest.mark.full)])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("repeats", [1, pytest.param(5, marks=pytest.mark.full)])
 def test_computations_without_end_are_killed_at_the_deadline(repeats: int) -> None:
     responses = [rf"\boxed{{{text}}}" for text in hostile.SLOW] * repeats
     with WorkerPool(RewardPoolConfig(num_workers=2, timeout_s=1.0)) as pool:

@@ -141,7 +141,7 @@ def test_a_function_that_cannot_be_loaded_is_refused_before_the_run(path: str, m
 
 
 def test_a_truth_that_cannot_be_judged_is_refused_before_the_run() -> None:
-    with pytest.raises(UserError, match="problem p: the answer .* cannot be judged"):
+    with pytest.raises(UserError, match=r"problem p: the answer .* cannot be judged"):
         judged(RewardConfig(kind="math", pool=ONE_WORKER), [], answer=r"\frac{")
     with pytest.raises(UserError, match="problem p: the answer 'many' holds no number"):
         judged(RewardConfig(kind="numeric"), [], answer="many")

@@ -72,6 +72,6 @@ def test_the_throughput_is_reported_for_one_and_two_workers() -> None:
     done = run_tool("bench_rewards", "--json", "--scale", "0.005")
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(row["answers"], row["workers"]) for row in rows] == [
-        (kind, workers) for kind in ("integer", "fraction", "expression") for workers in (1, 2)
+        (kind, workers) for workers in (1, 2) for kind in ("integer", "fraction", "expression")
     ]
     assert all(row["per_s"] > 0 for row in rows)

@@ -31,6 +31,13 @@ def test_the_server_is_private_and_reports_the_right_logprobs(model):
     assert "--trust-remote-code" not in command
 
 
+def test_a_float32_head_is_asked_of_vllm(model):
+    """vllm/config/model.py reads `head_dtype` from the model's configuration; LogitsProcessor multiplies in it."""
+    command = server_command(RolloutConfig(dtype="bfloat16", float32_head=True), model, "cpu", 1, 0)
+    assert json.loads(value_of(command, "--hf-overrides")) == {"head_dtype": "float32"}
+    assert "--hf-overrides" not in server_command(RolloutConfig(dtype="bfloat16"), model, "cpu", 1, 0)
+
+
 def test_the_token_travels_by_environment_only(model):
     config = RolloutConfig()
     assert "secret" not in " ".join(server_command(config, model, "cpu", 1, 0))
