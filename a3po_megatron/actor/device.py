@@ -68,7 +68,9 @@ def prepare_megatron(device: torch.device) -> None:
         from a3po_megatron.actor import cpu_shim
 
         cpu_shim.install()
-        # megatron decorates small functions (the router's, for one) with torch.compile, which needs a C++ compiler at run time.
+        # megatron decorates small functions (the router's, for one) with torch.compile, which needs a C++ compiler at run time
+        # and does not bear the shim. The variable is read when dynamo is imported; the stance is for one that already is.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         torch.compiler.set_stance("force_eager")
     from a3po_megatron.actor import optimizer_checkpoint_fix
 
