@@ -295,9 +295,8 @@ class RewardConfig:
     kind: Literal["exact", "numeric", "math", "none"] = "exact"
     weight: float = 1.0  # of the answer
     convention: Literal["auto", "boxed", "answer_line", "gsm8k"] = "auto"  # of `kind: math`
-    accept_truncated: bool = (
-        False  # of `kind: math`: judge a response that was cut off at the token limit; else it is worth 0
-    )
+    # of `kind: math` and `numeric`: judge a response that was cut off at the token limit; else it is worth 0
+    accept_truncated: bool = False
     format: FormatRewardConfig = field(default_factory=FormatRewardConfig)
     overlong: OverlongRewardConfig = field(default_factory=OverlongRewardConfig)
     python: PythonRewardConfig = field(default_factory=PythonRewardConfig)

@@ -112,15 +112,27 @@ class Evaluations:
         return self._running or self.due(version, is_last=False)
 
     async def evaluate(self, version: int) -> None:
-        """Ask the fleet, which serves `version` now, about all held-out problems, and write down what comes of it."""
+        """Ask the fleet, which serves `version` now, about all held-out problems, and write down what comes of it.
+
+        One in the middle of the run that takes longer than `evaluation_timeout_s` is given up with one line; training goes
+        on. The first and the last raise TimeoutError.
+        """
+        between = bool(self.results) and version != self.num_steps
         self._began, self._running = version, True
         started = time.monotonic()
         parts = self.parts
-        answers = await answer_problems(
-            parts.fleet, parts.heldout, parts.evaluation_reward, self._plan, f"eval{version}"
-        )
+        try:
+            answers = await answer_problems(
+                parts.fleet, parts.heldout, parts.evaluation_reward, self._plan, f"eval{version}"
+            )
+        except TimeoutError as error:
+            if not between:
+                raise
+            parts.say(f"evaluation of version {version} given up: {error}")
+            return
+        finally:
+            self._running = False
         evaluation = Evaluation(version, result_of(answers, self._ks), time.monotonic() - started)
-        self._running = False
         self.results[version] = self._unreported = evaluation
         parts.files.write_evaluation(evaluation.row(), answers)
         parts.say(evaluation.line())

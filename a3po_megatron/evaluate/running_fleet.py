@@ -90,7 +90,10 @@ class RunningFleet:
             server.running += 1
             try:
                 # Prompts that were read under other weights are not reused: the version is part of the cache's key.
-                version = functools.partial(int, await server.client.version())
+                text = await server.client.version()
+                if not text.isdigit():
+                    raise ReplicaError(f"{server.client.url}: its weights have version {text!r}: it was started anew")
+                version = functools.partial(int, text)
                 return await server.client.generate(prompt_ids, sampling, f"{request_id}.{attempt}", version, response)
             except RequestRefused:
                 raise

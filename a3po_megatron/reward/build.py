@@ -17,6 +17,8 @@ from a3po_megatron.reward.numeric import final_number, numeric_verdict
 from a3po_megatron.reward.pool import RewardError, WorkerPool, check_golds
 from a3po_megatron.reward.worker import Request
 
+CUT_OFF = Verdict(0.0, "cut off at the token limit (reward.accept_truncated=false)")
+
 
 class Rewards:
     """The rewards of one run: `training` has all parts, `evaluation` the answer alone, so that accuracy stays one.
@@ -26,7 +28,7 @@ class Rewards:
 
     def __init__(self, config: RewardConfig, decode: Decoder, max_response_tokens: int) -> None:
         self.config = config
-        self.pool = WorkerPool(config.pool)
+        self.pool = WorkerPool(config.pool, config.python.path if config.python.weight else "")
         self._decode = decode
         self._endpoint = Endpoint(config.http)
         answer = [] if config.kind == "none" else [Part("answer", config.weight, self._answer_judge())]
@@ -52,9 +54,11 @@ class Rewards:
                     raise UserError(f"data: problem {problem.id}: the answer {problem.answer[:80]!r} holds no number")
         if self.config.python.weight:
             try:
-                self.pool.judge_now([Request("load", "", "", path=self.config.python.path)])
+                (verdict,) = self.pool.judge_now([Request("load", "", "", path=self.config.python.path)])
             except RewardError as error:
                 raise UserError(f"reward.python.path={error}") from None
+            if verdict.reward != 1.0:
+                raise UserError(f"reward.python.path={self.config.python.path}: {verdict.reason}")
 
     async def aclose(self) -> None:
         """End the workers, close the connections."""
@@ -94,12 +98,13 @@ class Rewards:
 
     async def _judge_numeric(self, problem: Problem, samples: Sequence[Sample]) -> list[Verdict]:
         texts = await self._texts(samples)
-        return await asyncio.to_thread(lambda: [numeric_verdict(text, problem.answer) for text in texts])
+        verdicts = await asyncio.to_thread(lambda: [numeric_verdict(text, problem.answer) for text in texts])
+        return [v if self._due(sample) else CUT_OFF for v, sample in zip(verdicts, samples, strict=True)]
 
     async def _judge_math(self, problem: Problem, samples: Sequence[Sample]) -> list[Verdict]:
         settings = MathSettings(self.config.convention)
         texts = await self._texts(samples)
-        judged = [self.config.accept_truncated or sample.finish_reason != "length" for sample in samples]
+        judged = [self._due(sample) for sample in samples]
         requests = [
             Request("math", problem.answer, text, settings) for text, due in zip(texts, judged, strict=True) if due
         ]
@@ -107,8 +112,10 @@ class Rewards:
             verdicts = iter(await self.pool.judge(requests))
         except RewardError as error:
             raise RewardError(f"problem {problem.id}: the answer {problem.answer[:80]!r}: {error}") from None
-        cut_off = Verdict(0.0, "cut off at the token limit (reward.accept_truncated=false)")
-        return [next(verdicts) if due else cut_off for due in judged]
+        return [next(verdicts) if due else CUT_OFF for due in judged]
+
+    def _due(self, sample: Sample) -> bool:
+        return self.config.accept_truncated or sample.finish_reason != "length"
 
     async def _judge_python(self, problem: Problem, samples: Sequence[Sample]) -> list[Verdict]:
         path = self.config.python.path

@@ -7,6 +7,7 @@ guards it where it is known to be too kind: see `_too_kind`. Imports sympy when 
 import logging
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -29,6 +30,15 @@ SPACES = re.compile(
 LABEL = re.compile(r"^\\text\s*\{\s*(?:the\s+)?(?:final\s+)?ans(?:wer)?\s*(?:is)?\s*:?\s*\}", re.IGNORECASE)
 GLUED = re.compile(r"[-+]?[\d.,]+[A-Za-z]")
 RELATION = re.compile(r"(?<![<>!\\])=(?!=)")
+
+
+# What makes an answer two answers, or none, where the truth does not say the same.
+HEDGED = re.compile(
+    r"\b(?:maybe|perhaps|possibly|either|alternatively|if|else|otherwise|unless|at (?:most|least)|less|more|fewer|"
+    r"about|around|approximately)\b|\\(?:approx|sim|simeq|l?dots|cdots)(?![A-Za-z])",
+    re.IGNORECASE,
+)
+LIST = re.compile(r"[,;{}()\[\]]|\\(?:pm|cup)|\bor\b")
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,8 @@ def compare(gold: str, answer: str, how: Comparison) -> str:
         return "" if as_word(answer, of_gold=word) == word else "another word"
     if DENIES.search(unwrap_text(answer)):
         return "the answer is denied"
+    if hedged(gold, answer):
+        return "the answer is hedged"
     gold_value, answer_value = parse_math(gold), parse_math(answer)
     if not gold_value:
         raise BadTruth("it has no reading as mathematics or as a word")
@@ -71,6 +83,14 @@ def compare(gold: str, answer: str, how: Comparison) -> str:
     refuse_huge(answer_value[0])
     kind = _too_kind(gold, answer, gold_value[0], answer_value[0])
     return kind or verify(gold_value, answer_value, how)
+
+
+def hedged(gold: str, answer: str) -> bool:
+    """Whether the answer leaves open what it is: `5 (or 6)`, `5 or less`, `5 if a`, `5 \\approx 6`."""
+    gold, answer = unwrap_text(gold), unwrap_text(answer)
+    if HEDGED.search(answer) and not HEDGED.search(gold):
+        return True
+    return bool(re.search(r"\bor\b", answer)) and not LIST.search(gold)
 
 
 def verify(gold: list[Any], answer: list[Any], how: Comparison) -> str:
@@ -239,8 +259,9 @@ def _too_kind(gold: str, answer: str, gold_value: Any, answer_value: Any) -> str
     """
     from sympy import Eq, Function, Symbol
 
-    parts = [plain_number(unwrap_text(part)) for part in RELATION.split(answer)]
-    if len({part.value for part in parts if part is not None}) > 1:
+    sides = RELATION.split(answer)
+    parts = [plain_number(unwrap_text(side)) for side in sides]
+    if len({part.value for part in parts if part is not None}) > 1 or (len(sides) > 2 and _false_chain(sides)):
         return "the equation is false"
     if isinstance(answer_value, Eq) and not isinstance(gold_value, Eq) and not RELATION.search(gold):
         left, right = answer_value.lhs, answer_value.rhs
@@ -266,6 +287,15 @@ def _too_kind(gold: str, answer: str, gold_value: Any, answer_value: Any) -> str
     ):
         return "another word"
     return ""
+
+
+def _false_chain(sides: Sequence[str]) -> bool:
+    """Whether two sides of `a = b = c` that hold no unknown differ, or one cannot be read."""
+    values = [parse_math(normalise(side)) for side in sides]
+    if not all(values):
+        return True
+    known = [value for value in values if not getattr(value[0], "free_symbols", None)]
+    return any(verify(known[0], other, Comparison()) for other in known[1:])
 
 
 def quiet() -> None:

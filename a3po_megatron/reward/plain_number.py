@@ -22,7 +22,8 @@ NOT_UNITS = frozenset((
     "times", "over", "squared", "cubed", "dozen", "dozens", "half", "halves", "mod", "not", "no", "never", "wrong",
     "incorrect", "if", "unless", "except", "between", "than", "maybe", "perhaps", "possibly", "through", "base",
     "factorial", "third", "thirds", "quarter", "quarters", "fifth", "fifths", "sixth", "eighth", "tenth", "tenths",
-    "hundredth", "hundredths", "i", "e", "x", "y", "z",
+    "hundredth", "hundredths", "i", "e", "x", "y", "z", "bn", "mil", "mln", "k", "lakh", "crore",
+    "less", "more", "fewer", "most", "least", "at", "about", "around", "approximately", "else", "otherwise",
 ))
 # fmt: on
 NUMBER = re.compile(
@@ -53,7 +54,7 @@ def plain_number(text: str) -> PlainNumber | None:
     if suffix is None:
         return None
     scale, percent, unit = suffix
-    value = Decimal(match["digits"].replace(",", "").replace(" ", "")).scaleb(scale + int(match["exponent"] or 0))
+    value = _shifted(Decimal(re.sub("[, ]", "", match["digits"])), scale + int(match["exponent"] or 0))
     if "-" in (match["sign"], match["sign2"]):
         value = value.copy_negate()
     return PlainNumber(value, percent, unit or CURRENCY.get(match["currency"], ""))
@@ -83,8 +84,9 @@ def _suffix(rest: str, digits: str) -> tuple[int, bool, str] | None:
     if glued and tokens[0].lower() not in UNIT_OF:
         return None  # 3ab
     scale = 0
-    if tokens[0].lower() in SCALES:
-        scale = SCALES[tokens.pop(0).lower()]
+    if (word := tokens[0].lower().removesuffix("s")) in SCALES:
+        scale = SCALES[word]
+        tokens = tokens[1:]
     prefix = {"square": "^2", "sq": "^2", "cubic": "^3"}.get(tokens[0].lower(), "") if tokens else ""
     tokens = tokens[1:] if prefix else tokens
     unit = UNIT_OF.get(tokens[0], UNIT_OF.get(tokens[0].lower(), "")) if tokens else ""
@@ -97,6 +99,13 @@ def _suffix(rest: str, digits: str) -> tuple[int, bool, str] | None:
     return scale, False, unit + prefix if unit else ""
 
 
+def _shifted(value: Decimal, places: int) -> Decimal:
+    """Return value * 10^places with every digit; `scaleb` would round to 28 of them."""
+    sign, digits, exponent = value.as_tuple()
+    assert isinstance(exponent, int)
+    return Decimal((sign, digits, exponent + places))
+
+
 def same_number(gold: PlainNumber, answer: PlainNumber) -> str:
     """Return "" if `answer` is `gold`, else why not. A percentage may be written as its number or as its share."""
     if gold.unit and answer.unit and gold.unit != answer.unit:
@@ -104,7 +113,7 @@ def same_number(gold: PlainNumber, answer: PlainNumber) -> str:
     if gold.percent == answer.percent:
         return "" if gold.value == answer.value else "another number"
     if gold.percent:
-        return "" if answer.value in (gold.value, gold.value.scaleb(-2)) else "another number"
+        return "" if answer.value in (gold.value, _shifted(gold.value, -2)) else "another number"
     # 50% may answer "what percentage?", whose truth is 50; but 0.5% is not 0.5
     as_number = abs(answer.value) >= 1 and answer.value == gold.value
-    return "" if as_number or answer.value.scaleb(-2) == gold.value else "another number"
+    return "" if as_number or _shifted(answer.value, -2) == gold.value else "another number"

@@ -9,8 +9,10 @@ next request. Nothing here uses signals of this process, and nothing runs on the
 """
 
 import asyncio
+import contextlib
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -44,8 +46,10 @@ class RewardError(Exception):
 class WorkerPool:
     """`config.num_workers` processes, started when they are first needed. Safe to use from any thread or event loop."""
 
-    def __init__(self, config: RewardPoolConfig) -> None:
+    def __init__(self, config: RewardPoolConfig, user_path: str = "") -> None:
+        """`user_path`: `package.module:function` that a worker imports when it starts; empty for none."""
         self.config = config
+        self._user_path = user_path
         self.restarts = 0  # workers that had to be killed or died
         self._threads = ThreadPoolExecutor(config.num_workers, thread_name_prefix="reward")
         self._own = threading.local()
@@ -117,7 +121,7 @@ class WorkerPool:
         """Return this thread's worker, started now if it has none."""
         worker: Worker | None = getattr(self._own, "worker", None)
         if worker is None:
-            worker = Worker(self.config.memory_bytes)
+            worker = Worker(self.config.memory_bytes, self._user_path)
             with self._lock:
                 self._workers.add(worker)
                 if self._closed:
@@ -144,16 +148,21 @@ class WorkerPool:
 class Worker:
     """One process and its pipes. Used by one thread, except for `kill`."""
 
-    def __init__(self, memory_bytes: int) -> None:
+    def __init__(self, memory_bytes: int, user_path: str) -> None:
         paths = [str(SOURCE_ROOT), os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
             "OMP_NUM_THREADS": "1",
         }
-        command = [sys.executable, "-m", "a3po_megatron.reward.worker", str(os.getpid()), str(memory_bytes)]
+        command = [sys.executable, "-m", "a3po_megatron.reward.worker", str(os.getpid()), str(memory_bytes), user_path]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=0
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            bufsize=0,
+            start_new_session=True,  # what a user's function starts is killed with the worker
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -176,12 +185,14 @@ class Worker:
         return msgspec.msgpack.decode(self._receive(deadline), type=Answer)
 
     def kill(self) -> None:
-        """SIGKILL, by pid; nothing happens if it has been waited for."""
-        self._process.kill()
+        """SIGKILL to the process and to what it started; nothing happens if it has been waited for."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def end(self) -> None:
         """Kill, wait, close the pipes: nothing of the process is left."""
-        self._process.kill()
+        self.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
@@ -222,6 +233,8 @@ class Worker:
 
     def _exit(self) -> str:
         try:
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)  # its pipes have closed: it is ending
+            self.kill()  # what it started, before it is waited for: after that its group has no name
             return f"exit code {self._process.wait(timeout=5)}"
         except subprocess.TimeoutExpired:
             return "its pipes are closed"

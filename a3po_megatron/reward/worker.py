@@ -122,8 +122,12 @@ def read_frame(stream: BinaryIO) -> bytes | None:
     return body if len(body) == length else None
 
 
-def main(parent: int, memory_bytes: int) -> int:
-    """Serve until stdin ends. `parent` is the pool's process, `memory_bytes` the limit of the address space; 0: none."""
+def main(parent: int, memory_bytes: int, user_path: str) -> int:
+    """Serve until stdin ends.
+
+    `parent` is the pool's process, `memory_bytes` the limit of the address space (0: none). `user_path`: the user's function,
+    empty for none; it is imported before the first deadline, and what is wrong with it is said when it is first asked for.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return 1
@@ -138,6 +142,8 @@ def main(parent: int, memory_bytes: int) -> int:
     quiet()
     sys.setrecursionlimit(3000)
     compare("x^2+1", "1+x^2", Comparison())  # sympy and its caches, before the first deadline
+    if user_path:
+        _load_user(Request("load", "", "", path=user_path))
     decoder, encoder = msgspec.msgpack.Decoder(Request), msgspec.msgpack.Encoder()
     write_frame(frames, b"ready")
     while (body := read_frame(sys.stdin.buffer)) is not None:
@@ -149,4 +155,4 @@ def main(parent: int, memory_bytes: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))

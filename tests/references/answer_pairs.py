@@ -4,6 +4,11 @@ None of these comes from another project's test cases. Responses are read by the
 """
 
 MATCH: list[tuple[str, str, str]] = [
+    ("1" + "0" * 30, r"\boxed{1" + "0" * 30 + "}", "31 digits"),
+    ("5000000", "Answer: 5 millions", "a scale in the plural"),
+    ("1,5", r"\boxed{1\text{ or }5}", "or between the members of a list"),
+    (r"x \le 5", r"\boxed{x \le 5}", "a relation is no hedge"),
+    ("5", r"\boxed{x = 2+3 = 5}", "a true chain of equations"),
     # Where the answer stands
     ("42", r"So the answer is $\boxed{42}$.", "a box in a sentence"),
     ("42", r"\boxed{41}, wait, that is wrong. \boxed{42}", "the last box revises the first"),
@@ -154,6 +159,21 @@ MATCH: list[tuple[str, str, str]] = [
 ]
 
 MISMATCH: list[tuple[str, str, str]] = [
+    ("1" + "0" * 30, r"\boxed{1" + "0" * 29 + "1}", "the last of 31 digits differs"),
+    ("123456789012345678901234567890", "Answer: 123456789012345678901234567891", "the last of 30 digits differs"),
+    ("50%", "Answer: 50." + "0" * 39 + "1%", "a percentage that differs in its fortieth digit"),
+    ("5", r"\boxed{5\text{ (or 6)}}", "a hedge in the box"),
+    ("5", r"\boxed{5 \text{ if } a, 6 \text{ else}}", "an answer under a condition"),
+    ("5", r"\boxed{5\text{ or six}}", "a second answer in words"),
+    ("5", r"\boxed{5\text{ or less}}", "a bound is no number"),
+    ("5", r"\boxed{5 at most}", "a bound in plain letters"),
+    ("5", r"\boxed{5 more}", "a difference is no number"),
+    ("5", r"\boxed{5 \approx 6}", "two numbers that are about the same"),
+    ("5", r"\boxed{5 \ldots}", "an answer that goes on"),
+    ("5", r"Answer: 5 \text{ (possibly 6)}", "a hedge on the line"),
+    ("5", "Answer: 5 millions", "a scale in the plural"),
+    ("5", "Answer: 5 bn", "a scale in short"),
+    ("6", r"\boxed{1+4=x=6}", "a chain of equations that is false"),
     # No answer
     ("42", "", "empty"),
     ("42", " \n\n ", "blank"),

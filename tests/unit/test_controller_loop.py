@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -356,3 +357,28 @@ def test_the_actor_may_come_before_the_fleet(tmp_path: Path) -> None:
             return batches
 
     assert len(asyncio.run(main())) == 3
+
+
+def test_an_evaluation_in_the_middle_that_takes_too_long_is_given_up_and_training_goes_on(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    async def main() -> None:
+        fleet = FakeFleet()
+        fleet.hold = lambda request_id: request_id.startswith("eval2-")
+        controller = make_controller(tmp_path, fleet, 6, eval_every=2, evaluation_timeout_s=5.0)
+        controller.evaluations.parts = replace(controller.parts, say=said.append)
+
+        async def train(version: int, batch: Batch) -> None:
+            while version == 5 and not any("given up" in line for line in said):
+                await asyncio.sleep(0.01)
+
+        async with asyncio.timeout(50), running(controller) as (client, run):
+            await register(client)
+            await act(client, train)
+            await run
+
+    asyncio.run(main())
+    assert any(line.startswith("evaluation of version 2 given up: waited 5 s") for line in said)
+    evaluated = [row["version"] for row in rows(tmp_path / "evals.jsonl")]
+    assert (evaluated[0], evaluated[-1]) == (0, 6)
+    assert 2 not in evaluated

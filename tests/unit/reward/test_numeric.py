@@ -60,9 +60,9 @@ def test_answer_without_a_number_is_refused() -> None:
 
 @pytest.mark.parametrize("response", ["9" * 20_000, "1,111" * 4_000, "-$" * 10_000, "#" * 20_000])
 def test_degenerate_response_is_scored_quickly(response: str) -> None:
-    start = time.monotonic()
+    start = time.process_time()  # a busy machine may give this process no turn for seconds
     assert numeric_reward(response, "42") == 0.0
-    assert time.monotonic() - start < 2.0  # milliseconds on an idle machine
+    assert time.process_time() - start < 2.0  # milliseconds on an idle machine
 
 
 def test_agrees_with_every_label_of_the_published_model_solutions() -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from a3po_megatron.config.schema import RewardPoolConfig
+from a3po_megatron.config.schema import PythonRewardConfig, RewardConfig, RewardPoolConfig
 from a3po_megatron.errors import UserError
+from a3po_megatron.reward.build import Rewards
 from a3po_megatron.reward.judge import MathSettings
 from a3po_megatron.reward.pool import RewardError, WorkerPool, check_golds
 from a3po_megatron.reward.worker import Request
@@ -108,6 +109,39 @@ def test_what_a_users_function_prints_does_not_disturb_the_answers(path_of_rewar
     assert (verdict.reward, verdict.reason) == (4.0, "its length")
 
 
+def test_a_users_module_may_take_longer_to_import_than_an_answer_may_take(path_of_rewards: Path) -> None:
+    """With a deadline of five seconds and an import of twelve, the import cannot have been part of the answer."""
+    (path_of_rewards / "slow.py").write_text(
+        "import time\ntime.sleep(12)\ndef reward(response, answer, problem_id):\n    return 1.0\n"
+    )
+    with WorkerPool(RewardPoolConfig(num_workers=1, timeout_s=5), "slow:reward") as pool:
+        verdicts = pool.judge_now([Request("python", "", "", path="slow:reward") for _ in range(2)])
+    assert verdicts[-1].reward == 1.0
+
+
+def test_a_users_function_that_kills_its_worker_while_it_loads_is_refused_at_the_start(path_of_rewards: Path) -> None:
+    (path_of_rewards / "gone.py").write_text("import os\nos._exit(3)\n")
+    config = RewardConfig(kind="none", python=PythonRewardConfig(weight=1.0, path="gone:reward"))
+    with pytest.raises(UserError, match="reward.python.path=gone"):
+        Rewards(config, str, 10).check([])
+
+
+def test_what_a_users_function_started_is_killed_with_its_worker(path_of_rewards: Path) -> None:
+    (path_of_rewards / "starts.py").write_text(
+        "import subprocess, pathlib\n"
+        "def reward(response, answer, problem_id):\n"
+        "    child = subprocess.Popen(['sleep', '1000'])\n"
+        "    pathlib.Path(response).write_text(str(child.pid))\n"
+        "    child.wait()\n"
+    )
+    pid_file = path_of_rewards / "pid"
+    with WorkerPool(RewardPoolConfig(num_workers=1, timeout_s=5), "starts:reward") as pool:
+        verdict = pool.judge_now([Request("python", "", str(pid_file), path="starts:reward")])[0]
+        assert verdict.reason == "not judged within 5 s (reward.pool.timeout_s)"
+    child = int(pid_file.read_text())
+    assert until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -151,8 +185,12 @@ def test_workers_end_when_their_parent_is_killed_in_the_middle_of_an_answer() ->
         "pool = WorkerPool(RewardPoolConfig(num_workers=1, timeout_s=100))\n"
         "pool.judge_now([Request('math', '5', '5', MathSettings())])\n"
         f"pool.submit(Request('math', '5', r'{HANGS}', MathSettings()))\n"
-        "time.sleep(0.5)\n"
-        "print(*pool.pids(), flush=True)\n"
+        "import psutil\n"
+        "worker = psutil.Process(*pool.pids())\n"
+        "before = worker.cpu_times().user\n"
+        "while worker.cpu_times().user < before + 0.3:\n"  # it is at work on what hangs
+        "    time.sleep(0.05)\n"
+        "print(worker.pid, flush=True)\n"
         "time.sleep(100)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
