@@ -96,10 +96,13 @@ def model_folder(job: build.Job) -> Iterator[Path]:
 def show(result: Result, folder: Path) -> None:
     """Print the table and where the files are."""
     head, *rows = table_of(result)
-    table = Table(*head)
+    table = Table()
+    for name in head:
+        table.add_column(name, no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    Console(width=max(100, Console().width)).print(table)
+    console = Console()
+    console.print(table, crop=False, width=max(console.width, 24 * len(head)))
     print(versions_line(result))
     print(f"{folder}/report.json  {folder}/report.md  {folder}/samples.jsonl")
 
