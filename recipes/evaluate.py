@@ -101,8 +101,7 @@ def show(result: Result, folder: Path) -> None:
         table.add_column(name, no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    console = Console()
-    console.print(table, crop=False, width=max(console.width, 24 * len(head)))
+    Console(width=max(Console().width, 20 * len(head))).print(table)  # figures are not to be cut
     print(versions_line(result))
     print(f"{folder}/report.json  {folder}/report.md  {folder}/samples.jsonl")
 
