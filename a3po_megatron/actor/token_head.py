@@ -30,9 +30,8 @@ Kernel = Literal["auto", "plain", "compiled"]
 CPU_CHUNK_TOKENS, GPU_CHUNK_TOKENS = 384, 2048
 # log of the sum over no column, for a rank that holds only padding: finite, so that 0 times its difference is 0.
 EMPTY_LOGSUMEXP = -1e30
-WEIGHT_ROWS_AT_ONCE = (
-    16384  # of a bfloat16 weight's gradient, whose float32 products need a place before they are added
-)
+# Of a bfloat16 weight's gradient, whose float32 products need a place before they are added.
+WEIGHT_ROWS_AT_ONCE = 16384
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from a3po_megatron.reward.pool import WorkerPool
 from a3po_megatron.reward.worker import Request
 from tests.unit.reward import hostile
 
-DEADLINE_S = 5.0
+DEADLINE_S = 60.0  # milliseconds are needed; a busy machine may give a worker no time for seconds
 GIB = 1 << 30
 
 
@@ -20,7 +20,7 @@ def request(response: str) -> Request:
     return Request("math", "-31415926", response, MathSettings())
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_thousand_hostile_answers_are_worth_0_and_leave_nothing_behind() -> None:
     answers = list(itertools.islice(hostile.cheap(), 1000))
     with WorkerPool(RewardPoolConfig(num_workers=2, timeout_s=DEADLINE_S)) as pool:
