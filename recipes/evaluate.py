@@ -96,10 +96,12 @@ def model_folder(job: build.Job) -> Iterator[Path]:
 def show(result: Result, folder: Path) -> None:
     """Print the table and where the files are."""
     head, *rows = table_of(result)
-    table = Table(*head)
+    table = Table()
+    for name in head:
+        table.add_column(name, no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    Console(width=max(100, Console().width)).print(table)
+    Console(width=max(Console().width, 20 * len(head))).print(table)  # figures are not to be cut
     print(versions_line(result))
     print(f"{folder}/report.json  {folder}/report.md  {folder}/samples.jsonl")
 

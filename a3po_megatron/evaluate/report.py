@@ -11,6 +11,8 @@ from a3po_megatron.evaluate.loop import Answers
 from a3po_megatron.evaluate.result import Result, SetResult
 from a3po_megatron.reward.base import Decoder
 
+MANY_VERSIONS = 8
+
 Table = list[list[str]]  # rows of cells; the first is the head
 
 
@@ -30,7 +32,12 @@ def _table_row(name: str, one: SetResult) -> list[str]:
 
 
 def versions_line(result: Result) -> str:
-    """Return which weight versions answered, for people."""
+    """Return which weight versions answered, for people: one by one where they are few."""
+    if len(result.responses_by_versions) > MANY_VERSIONS:
+        several = sum(count for (oldest, newest), count in result.responses_by_versions.items() if oldest != newest)
+        total = sum(result.responses_by_versions.values())
+        span = f"{result.oldest_version} to {result.newest_version}"
+        return f"responses: {total} by versions {span}, {several} of them by more than one"
     parts = [
         f"{count} by version {oldest}" if oldest == newest else f"{count} by versions {oldest} to {newest}"
         for (oldest, newest), count in result.responses_by_versions.items()

@@ -6,6 +6,7 @@
 The run that owns them notices nothing but more requests. Who answered is read from the tokens, each of which names its version.
 """
 
+import asyncio
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -22,12 +23,14 @@ from a3po_megatron.rollout.sampling import SamplingSettings
 
 MakeTransport = Callable[[str], httpx.AsyncBaseTransport]
 RETRIES = 3  # of a request, each on another server where there is one
+RETRY_S = 0.5  # before the first retry; longer before each further one
 
 
 @dataclass
 class _Server:
     client: ReplicaClient
     running: int = 0  # requests of ours that it is answering
+    failures: int = 0
 
 
 class RunningFleet:
@@ -45,7 +48,7 @@ class RunningFleet:
         self._make_transport = make_transport
         self._controller: str | None = None
         self._servers: dict[str, _Server] = {}  # by url
-        self._gone: list[_Server] = []  # failed; requests that they still answer may end well
+        self._gone: list[_Server] = []  # replaced by the controller; requests that they still answer may end well
 
     async def connect(self, urls: Sequence[str]) -> None:
         """Find the servers: those of the controller at the one url, or those at `urls`.
@@ -78,14 +81,14 @@ class RunningFleet:
         request_id: str,
         partial: PartialGeneration | None = None,
     ) -> Generation:
-        """Sample one response on the server that has fewest of ours; it goes on elsewhere when that one fails.
+        """Sample one response on the server that failed least and has fewest of ours; after a failure it goes on where it was.
 
-        Raises ReplicaError when the request is refused, fails on several servers, or no server is left.
+        Raises ReplicaError when the request is refused or fails four times, UserError when its run has ended.
         """
         response = PartialGeneration() if partial is None else partial
         deadline, attempt = time.monotonic() + self._config.request_timeout_s, 0
         while True:
-            server = self._least_loaded()
+            server = min(self._servers.values(), key=lambda server: (server.failures, server.running))
             attempt += 1
             server.running += 1
             try:
@@ -98,9 +101,11 @@ class RunningFleet:
             except RequestRefused:
                 raise
             except ReplicaError as error:
+                server.failures += 1
                 if attempt > RETRIES or time.monotonic() >= deadline:
                     raise ReplicaError(f"request {request_id} failed {attempt} times: {error}") from error
-                await self._without(server, error)
+                await asyncio.sleep(RETRY_S * attempt)
+                await self._look_again()
             finally:
                 server.running -= 1
 
@@ -109,21 +114,16 @@ class RunningFleet:
         for server in [*self._servers.values(), *self._gone]:
             await server.client.aclose()
 
-    def _least_loaded(self) -> _Server:
-        if not self._servers:
-            raise ReplicaError("no server is left")
-        return min(self._servers.values(), key=lambda server: server.running)
-
-    async def _without(self, failed: _Server, error: ReplicaError) -> None:
-        """Go on without a server; the controller may have replaced it."""
-        current = [] if self._controller is None else await self._replicas_of(self._controller) or []
-        if self._servers.pop(failed.client.url, None) is not None:
-            self._gone.append(failed)
+    async def _look_again(self) -> None:
+        """Ask the controller, where there is one, which servers are there now."""
+        current = None if self._controller is None else await self._replicas_of(self._controller)
+        if current is None:
+            return
+        for url in [url for url in self._servers if url not in current]:
+            self._gone.append(self._servers.pop(url))
         for url in current:
-            if url not in self._servers and url != failed.client.url:
+            if url not in self._servers:
                 self._add(url)
-        if not self._servers:
-            raise ReplicaError(f"no server is left: {error}") from error
 
     def _add(self, url: str) -> None:
         client = ReplicaClient("asked", url, self._token, self._config, self._vocab_size, self._transport(url))

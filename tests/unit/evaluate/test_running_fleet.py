@@ -104,18 +104,35 @@ def test_a_response_goes_on_where_the_controller_has_started_another_server() ->
     assert fresh.requests[0]["token_ids"] == [1, 2, 7, 7, 7, 7]  # what the first server had given
 
 
-def test_without_any_server_left_the_evaluation_ends_and_says_why() -> None:
-    dying = Server("dying")
-    dying.dies_after = 1
+def test_a_request_that_fails_again_and_again_ends_the_evaluation_and_says_why() -> None:
+    broken = Server("broken")
+    broken.broken.add("/inference/v1/generate")
 
     async def run() -> None:
-        fleet = fleet_of({"dying": dying})
-        await fleet.connect(["http://dying"])
-        with pytest.raises(ReplicaError, match="no server is left: replica asked at http://dying: connection lost"):
+        fleet = fleet_of({"broken": broken})
+        await fleet.connect(["http://broken"])
+        with pytest.raises(
+            ReplicaError, match=r"request r failed 4 times: replica asked at http://broken: .* is broken"
+        ):
             await fleet.generate([1, 2], SAMPLING, "r")
         await fleet.aclose()
 
     asyncio.run(run())
+
+
+def test_one_failure_of_the_only_server_is_not_the_end() -> None:
+    flaky = Server("flaky")
+    flaky.dies_after = 2
+
+    async def run() -> None:
+        fleet = fleet_of({"flaky": flaky})
+        await fleet.connect(["http://flaky"])
+        response = await fleet.generate([1, 2], SAMPLING, "r")  # two tokens a try
+        assert len(response.token_ids) == 6
+        await fleet.aclose()
+
+    asyncio.run(run())
+    assert [len(request["token_ids"]) for request in flaky.requests] == [2, 4, 6]
 
 
 def unnumbered() -> Server:
