@@ -56,7 +56,8 @@ class Rewards:
             try:
                 (verdict,) = self.pool.judge_now([Request("load", "", "", path=self.config.python.path)])
             except RewardError as error:
-                raise UserError(f"reward.python.path={error}") from None
+                path = self.config.python.path
+                raise UserError(f"reward.python.path={path}: {str(error).removeprefix(f'{path}: ')}") from None
             if verdict.reward != 1.0:
                 raise UserError(f"reward.python.path={self.config.python.path}: {verdict.reason}")
 

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
@@ -29,13 +30,14 @@ SPACES = re.compile(
 )
 LABEL = re.compile(r"^\\text\s*\{\s*(?:the\s+)?(?:final\s+)?ans(?:wer)?\s*(?:is)?\s*:?\s*\}", re.IGNORECASE)
 GLUED = re.compile(r"[-+]?[\d.,]+[A-Za-z]")
+ABOUT = re.compile(r"\\(?:approx|simeq|sim)(?![A-Za-z])")
 RELATION = re.compile(r"(?<![<>!\\])=(?!=)")
 
 
 # What makes an answer two answers, or none, where the truth does not say the same.
 HEDGED = re.compile(
     r"\b(?:maybe|perhaps|possibly|either|alternatively|if|else|otherwise|unless|at (?:most|least)|less|more|fewer|"
-    r"about|around|approximately)\b|\\(?:approx|sim|simeq|l?dots|cdots)(?![A-Za-z])",
+    r"about|around|approximately)\b|\\(?:l?dots|cdots)(?![A-Za-z])",
     re.IGNORECASE,
 )
 LIST = re.compile(r"[,;{}()\[\]]|\\(?:pm|cup)|\bor\b")
@@ -86,7 +88,7 @@ def compare(gold: str, answer: str, how: Comparison) -> str:
 
 
 def hedged(gold: str, answer: str) -> bool:
-    """Whether the answer leaves open what it is: `5 (or 6)`, `5 or less`, `5 if a`, `5 \\approx 6`."""
+    """Whether the answer leaves open what it is: `5 (or 6)`, `5 or less`, `5 if a`."""
     gold, answer = unwrap_text(gold), unwrap_text(answer)
     if HEDGED.search(answer) and not HEDGED.search(gold):
         return True
@@ -263,6 +265,8 @@ def _too_kind(gold: str, answer: str, gold_value: Any, answer_value: Any) -> str
     parts = [plain_number(unwrap_text(side)) for side in sides]
     if len({part.value for part in parts if part is not None}) > 1 or (len(sides) > 2 and _false_chain(sides)):
         return "the equation is false"
+    if _false_approximation(answer):
+        return "the approximation is false"
     if isinstance(answer_value, Eq) and not isinstance(gold_value, Eq) and not RELATION.search(gold):
         left, right = answer_value.lhs, answer_value.rhs
         unknowns: set[Any] = getattr(left, "free_symbols", set())
@@ -287,6 +291,13 @@ def _too_kind(gold: str, answer: str, gold_value: Any, answer_value: Any) -> str
     ):
         return "another word"
     return ""
+
+
+def _false_approximation(answer: str) -> bool:
+    """Whether numbers that are called about the same differ by more than a tenth, as in `5 \\approx 6`."""
+    sides = [plain_number(unwrap_text(side)) for side in ABOUT.split(answer)]
+    values = [abs(side.value) for side in sides if side is not None]
+    return len(values) > 1 and max(values) > min(values) * Decimal("1.1")
 
 
 def _false_chain(sides: Sequence[str]) -> bool:

@@ -8,6 +8,7 @@ MATCH: list[tuple[str, str, str]] = [
     ("5000000", "Answer: 5 millions", "a scale in the plural"),
     ("1,5", r"\boxed{1\text{ or }5}", "or between the members of a list"),
     (r"x \le 5", r"\boxed{x \le 5}", "a relation is no hedge"),
+    ("1/3", r"\boxed{1/3 \approx 0.333}", "an exact value and its decimal"),
     ("5", r"\boxed{x = 2+3 = 5}", "a true chain of equations"),
     # Where the answer stands
     ("42", r"So the answer is $\boxed{42}$.", "a box in a sentence"),

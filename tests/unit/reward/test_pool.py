@@ -122,7 +122,9 @@ def test_a_users_module_may_take_longer_to_import_than_an_answer_may_take(path_o
 def test_a_users_function_that_kills_its_worker_while_it_loads_is_refused_at_the_start(path_of_rewards: Path) -> None:
     (path_of_rewards / "gone.py").write_text("import os\nos._exit(3)\n")
     config = RewardConfig(kind="none", python=PythonRewardConfig(weight=1.0, path="gone:reward"))
-    with pytest.raises(UserError, match="reward.python.path=gone"):
+    with pytest.raises(
+        UserError, match=r"reward\.python\.path=gone:reward: a reward worker did not start: exit code 3"
+    ):
         Rewards(config, str, 10).check([])
 
 

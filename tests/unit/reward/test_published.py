@@ -22,7 +22,7 @@ AUTO_DIFFERS = {
     31: "expected 0, because a formula in single dollars may not span lines; we take it",
     32: "expected 0, because a formula in \\(...\\) may not span lines; we take it",
     62: "broken LaTeX: dollars inside the box, and escaped quotes around the answer",
-    **dict.fromkeys((98, 100), "the chain `x = 5+5+1 = 7 = 11` is false, whatever its end says"),
+    **dict.fromkeys((98, 100, 101, 114, 115), "a chain such as `x = 5+5+1 = 7 = 11` is false, whatever its end says"),
     **dict.fromkeys((119, 120, 121, 122, 123, 124, 143, 163), UNMARKED),
     130: "a form feed in the answer, from an unescaped \\frac in the test's source",
     214: "the truth is a broken box",
