@@ -162,7 +162,15 @@ class Actor:
         return np.asarray(total.cpu())
 
     def close(self) -> None:
-        """Take megatron's process groups down."""
+        """Take megatron's process groups down, and let the model go with the last reference to this actor.
+
+        A dispatcher of experts keeps tensors of the last pass. Their graph leads to DDP's hooks and so back to it: a cycle that
+        Python's collector does not see.
+        """
+        for model in self.models:
+            for module in model.modules():
+                if (dispatcher := getattr(module, "token_dispatcher", None)) is not None:
+                    vars(dispatcher).clear()
         parallel.destroy()
 
     def _microbatches(self, sequences: Sequence[TokenSequence]) -> list[Microbatch]:
