@@ -7,7 +7,7 @@ import pytest
 from a3po_megatron.records import Verdict
 from a3po_megatron.reward.compare import Comparison
 from a3po_megatron.reward.judge import MathSettings
-from a3po_megatron.reward.pool import WorkerPool
+from a3po_megatron.reward.pool import RewardError, WorkerPool
 from a3po_megatron.reward.worker import Request
 from tests.unit.reward.conftest import Judge, data_file, json_rows
 
@@ -69,7 +69,7 @@ def test_the_cases_that_auto_judges_otherwise_are_the_listed_ones(pool: WorkerPo
     for case in cases:
         try:
             verdicts += pool.judge_now([case_request(case, "auto")])
-        except Exception:
+        except RewardError:
             verdicts.append(Verdict(0.0, "the truth cannot be judged"))
     assert differing(cases, verdicts) == sorted(AUTO_DIFFERS)
 
