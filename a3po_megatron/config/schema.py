@@ -124,6 +124,12 @@ class RolloutConfig:
     stream_interval: int = 8  # tokens between two partial results of a request
 
     kv_on_update: Literal["rebuild", "keep"] = "rebuild"  # of requests in flight when new weights arrive
+    # How weights travel from the actor. auto: nccl where actor and servers have GPUs, else gloo; file: through `run.dir`, which
+    # must be a folder that all nodes see
+    weight_transfer: Literal["auto", "gloo", "nccl", "file"] = "auto"
+    # True: the newest weights also lie below `run.dir` as files, so that a replica that was restarted gets them at once; False:
+    # it waits for the next publication
+    keep_published: bool = True
     bucket_bytes: int = 67108864  # largest piece of weights in one broadcast; a larger tensor travels alone
 
     startup_timeout_s: float = 300.0  # until a started server has generated its first token

@@ -18,6 +18,7 @@ from a3po_megatron.rollout.client import Generation, PartialGeneration, ReplicaC
 from a3po_megatron.rollout.publication import Publications
 from a3po_megatron.rollout.replicas import Replica, Replicas, unless_dropped
 from a3po_megatron.rollout.sampling import SamplingSettings
+from a3po_megatron.rollout.transfer_messages import Transfer
 
 MAX_ATTEMPTS = 3  # replicas that may fail under one request before the request itself is the suspect
 
@@ -55,13 +56,13 @@ class Fleet:
     def needs_publication(self) -> bool:
         """True when replicas wait but none may answer: only publishing the current weights again goes on from here."""
         states = {replica.state for replica in self._replicas}
-        return self._publications.under_way is None and states == {"behind"}
+        return self._publications.under_way is None and states == {"behind"} and not self._publications.keeps_current
 
     async def register(self, name: str, url: str, world_size: int) -> dict[str, str]:
         """Add a server that has proved it generates; repeat it as a heartbeat. Returns {state, reason}.
 
-        `state` is `current`, `behind` (has the initial weights, gets the current ones at the next publication) or
-        `fenced` (was dropped for `reason`: restart it and register under a new name).
+        `state` is `current`, `behind` (has the initial weights; gets the current ones from the kept files, or at the next
+        publication) or `fenced` (was dropped for `reason`: restart it and register under a new name).
         """
         if name in self._replicas.fenced:
             return {"state": "fenced", "reason": self._replicas.fenced[name]}
@@ -75,6 +76,8 @@ class Fleet:
                 state="current" if up_to_date else "behind",
             )
             await self._replicas.add(replica)
+            if not up_to_date:
+                self._publications.catch_up(replica)
         return {"state": replica.state, "reason": ""}
 
     async def deregister(self, name: str, reason: str) -> None:
@@ -115,13 +118,15 @@ class Fleet:
             finally:
                 replica.running -= 1
 
-    async def begin_publication(self, version: int, manifest: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    async def begin_publication(
+        self, version: int, manifest: Mapping[str, Sequence[Any]], transfer: Transfer = "gloo", unique_id: str = ""
+    ) -> dict[str, Any]:
         """Pause the fleet and let it receive `version`: see `Publications.begin`."""
-        return await self._publications.begin(version, manifest)
+        return await self._publications.begin(version, manifest, transfer, unique_id)
 
-    async def finish_publication(self, version: int) -> dict[str, Any]:
+    async def finish_publication(self, version: int, error: str = "", kept: bool = False) -> dict[str, Any]:
         """Wait until the members have `version` and resume: see `Publications.finish`."""
-        return await self._publications.finish(version)
+        return await self._publications.finish(version, error, kept)
 
     def status(self) -> dict[str, Any]:
         """Return what a person wants to see: version, epoch, each replica's url, state and load, the fenced and why."""

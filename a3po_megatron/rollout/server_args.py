@@ -13,7 +13,7 @@ from a3po_megatron.rollout.orphan_watch import SUPERVISOR_VARIABLE
 from a3po_megatron.run_token import TOKEN_VARIABLE
 
 MODEL_NAME = "policy"  # what requests call the served model
-WEIGHT_BACKEND = "a3po_gloo"  # under which `weight_engine` registers itself
+WEIGHT_BACKEND = "a3po_buckets"  # under which `weight_engine` registers itself
 MIDDLEWARE = "a3po_megatron.rollout.middleware.RequireToken"
 CPU_BATCHED_TOKENS = 4096  # of one engine step, so that many short prompts are read at once
 WORKER_EXTENSION = "a3po_megatron.rollout.weight_engine.WorkerExtension"

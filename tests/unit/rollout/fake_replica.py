@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 
 import httpx
 
+from a3po_megatron.rollout.transfer_messages import GROUP_BROKEN
+
 
 class FakeReplica(httpx.AsyncBaseTransport):
     """Generates token 7 again and again under its current version, one stream event a token."""
@@ -15,6 +17,7 @@ class FakeReplica(httpx.AsyncBaseTransport):
         self.calls = calls if calls is not None else []  # shared by replicas, to see the order of calls
         self.version = "0"
         self.broken: set[str] = set()  # paths that answer 500
+        self.breaks = ""  # path that answers, once, that the weight group broke
         self.dies_after: int | None = None  # tokens of a response
         self.running = asyncio.Event()
         self.running.set()
@@ -28,6 +31,9 @@ class FakeReplica(httpx.AsyncBaseTransport):
         body = json.loads(await request.aread() or b"{}")
         if path in self.broken:
             return httpx.Response(500, text=f"{path} is broken")
+        if path == self.breaks:
+            self.breaks = ""
+            return httpx.Response(500, text=f"call failed: {GROUP_BROKEN}: a member died")
         if path == "/inference/v1/generate":
             self.requests.append(body)
             return httpx.Response(200, content=self._stream(body))

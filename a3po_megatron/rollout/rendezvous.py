@@ -1,0 +1,19 @@
+"""From what the controller says to a member of the weight group, gloo or NCCL. Torch only."""
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+from a3po_megatron.rollout.nccl_group import NcclGroup
+from a3po_megatron.rollout.transfer_group import GlooGroup, TransferGroup
+
+
+def join_group(rendezvous: Mapping[str, Any], rank: int, timeout_s: float, host: str) -> TransferGroup:
+    """Join as `rank` the group of `rendezvous` (transfer, world_size, and store or unique_id) and wait for the others.
+
+    `host`: this machine's address on the interface to use (gloo). Raises GroupBroken at the deadline.
+    """
+    if rendezvous["transfer"] == "nccl":
+        unique_id = base64.b64decode(rendezvous["unique_id"])
+        return NcclGroup(unique_id, rank, rendezvous["world_size"], timeout_s)
+    return GlooGroup(rendezvous["store"], rank, rendezvous["world_size"], timeout_s, host)
