@@ -19,6 +19,7 @@ from a3po_megatron.actor.actor import Actor
 from a3po_megatron.actor.control import ControlGroup
 from a3po_megatron.actor.hf_mapping import hf_shapes
 from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.controller.link import ControllerError
 from a3po_megatron.controller.messages import PublicationSent, WeightManifest
 from a3po_megatron.rollout.buckets import TensorSpec, manifest_of
 from a3po_megatron.rollout.nccl_group import new_unique_id
@@ -78,7 +79,7 @@ class Publisher:
             if sent.keep_error:
                 self._say_not_kept(version, sent.keep_error)
             message = PublicationSent(version, time.monotonic() - began, sent.num_bytes, error, keeps)
-            outcome = self._link.finish_publication(message)
+            outcome = self._finish(message)
             for name, reason in outcome["failed"].items():
                 print(f"actor: version {version} did not reach replica {name}: {reason}", flush=True)
             again = outcome["again"]
@@ -100,6 +101,15 @@ class Publisher:
             manifest.unique_id = base64.b64encode(new_unique_id()).decode()
             plan = self._link.begin_publication(manifest) | {"waited_s": plan["waited_s"]}
         return plan
+
+    def _finish(self, message: PublicationSent) -> dict[str, Any]:
+        assert self._link is not None
+        try:
+            return self._link.finish_publication(message)
+        except ControllerError as known:  # it hears from the receivers
+            if not message.error:
+                raise
+            raise PublicationError(f"publication of version {message.version}: {message.error}; {known}") from known
 
     def _attempt(self, version: int, plan: dict[str, Any]) -> tuple[Sent, str]:
         """Join the group if it is new, and send. Returns what was sent and why it failed, or an empty reason."""

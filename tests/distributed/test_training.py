@@ -336,16 +336,16 @@ def test_reference_weights_take_the_models_place_and_leave_it_bit_for_bit(dtype:
 class BrokenSender(FakeSender):
     """Loses its receiver in the middle of a transfer."""
 
-    def send(self, specs: Sequence[Any], tensors: Any, version: int, bucket_bytes: int) -> int:
+    def send(self, specs: Sequence[Any], tensors: Any, version: int, bucket_bytes: int, keep_in: Path | None) -> Sent:
         next(iter(tensors))
-        raise RuntimeError("sending bucket 1 of 2: a member of the weight group failed")
+        raise GroupBroken("sending bucket 1 of 2: a member of the weight group failed")
 
 
 class LinkWithoutReplicas(FakeLink):
     """Hears from the receivers why the transfer failed."""
 
-    def finish_publication(self, version: int, time_s: float, num_bytes: int) -> dict[str, Any]:
-        raise ControllerError(f"/publish/finish: 500: version {version} reached no replica: r0: killed")
+    def finish_publication(self, message: PublicationSent) -> dict[str, Any]:
+        raise ControllerError(f"/publish/finish: 500: version {message.version} reached no replica: r0: killed")
 
 
 @pytest.mark.ranks(1)
@@ -356,10 +356,11 @@ def test_a_failed_publication_says_where_it_stopped_and_what_the_controller_know
     link = LinkWithoutReplicas([make_batch(oracle, 0)])
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(publish, "WeightSender", BrokenSender)
+        monkeypatch.setattr(publish, "join_group", lambda *arguments: None)
         with pytest.raises(publish.PublicationError) as failure:
             training.train(config, read_model_shape(model), link)
     assert str(failure.value) == (
-        "publication of version 1: sending bucket 1 of 2: a member of the weight group failed; "
+        "publication of version 1: the weight group broke: sending bucket 1 of 2: a member of the weight group failed; "
         "/publish/finish: 500: version 1 reached no replica: r0: killed"
     )
     parallel.destroy()

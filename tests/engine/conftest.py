@@ -15,14 +15,13 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from a3po_megatron.config.schema import RolloutConfig
-from a3po_megatron.rollout.buckets import TensorSpec, manifest_of
 from a3po_megatron.rollout.client import ReplicaClient
 from a3po_megatron.rollout.fleet import Fleet
 from a3po_megatron.rollout.server import Server, choose_port
 from a3po_megatron.rollout.server_args import server_command, server_environment
-from a3po_megatron.rollout.weight_sender import WeightSender
 from tests.engine.paced_scheduler import PACE_FILE
 from tests.engine.tiny_model import MAX_LENGTH, VOCABULARY, make_model, save_model
+from tests.fakes.replica_processes import Sender
 
 TOKEN = "0123456789abcdef" * 2
 
@@ -61,7 +60,7 @@ class LiveServer:
         """Return a fleet of this one server."""
         fleet = Fleet(rollout_config(**changes), TOKEN, self.rendezvous_dir, self.version, VOCABULARY)
         assert await fleet.register("live", self.server.url, 1) == {"state": "current", "reason": ""}
-        return LiveFleet(fleet, self)
+        return LiveFleet(fleet, self, Sender(fleet, timeout_s=30))
 
 
 @dataclass
@@ -70,38 +69,19 @@ class LiveFleet:
 
     fleet: Fleet
     live: LiveServer
-    sender: WeightSender | None = None
-    epoch: int = 0
+    sender: Sender
 
     async def publish(self, model: Qwen3ForCausalLM) -> int:
         """Publish `model` under the next version, as the actor would; return the version."""
         version = self.fleet.version + 1
-        specs = specs_of(model)
-        begun = await self.fleet.begin_publication(version, manifest_of(specs))
-        await asyncio.to_thread(self._send, begun, specs, model, version)
-        assert (await self.fleet.finish_publication(version))["failed"] == {}
+        assert (await self.sender.publish(tensors_of(model), version))["failed"] == {}
         self.live.models[version] = model
         return version
-
-    def _send(self, begun: dict, specs: list[TensorSpec], model: Qwen3ForCausalLM, version: int) -> None:
-        if begun["epoch"] != self.epoch:
-            store, world_size = begun["rendezvous"]["store"], begun["rendezvous"]["world_size"]
-            self.sender = WeightSender(store, world_size, timeout_s=30)
-            self.epoch = begun["epoch"]
-        self.sender.send(specs, tensors_of(model), version, begun["bucket_bytes"])
 
 
 def tensors_of(model: Qwen3ForCausalLM) -> list[tuple[str, torch.Tensor]]:
     """Return the model's Hugging Face tensors, tied ones once."""
     return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
-
-
-def specs_of(model: Qwen3ForCausalLM) -> list[TensorSpec]:
-    """Return what `tensors_of` yields, without the data."""
-    return [
-        TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        for name, tensor in tensors_of(model)
-    ]
 
 
 @pytest.fixture(scope="session")

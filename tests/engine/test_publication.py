@@ -1,7 +1,7 @@
 """New weights into a running vLLM server: exact per version, whatever was in flight, and refused when damaged."""
 
 import asyncio
-import contextlib
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from a3po_megatron.rollout.buckets import TensorSpec, manifest_of
 from a3po_megatron.rollout.client import Generation, PartialGeneration
+from a3po_megatron.rollout.fleet import Fleet
 from a3po_megatron.rollout.publication import PublicationError
 from a3po_megatron.rollout.sampling import SamplingSettings
 from a3po_megatron.rollout.weight_sender import WeightSender
-from tests.engine.conftest import LiveServer, specs_of, tensors_of
+from tests.engine.conftest import TOKEN, LiveServer, rollout_config, tensors_of
 from tests.engine.paced_scheduler import slow_from
-from tests.engine.tiny_model import make_model, reference_logprobs
+from tests.engine.tiny_model import VOCABULARY, make_model, reference_logprobs
+from tests.fakes.replica_processes import ReplicaProcess, Sender
+from tools.replica_stand_in import Fault
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for the server
 
@@ -107,7 +109,7 @@ def test_one_group_serves_many_publications_and_every_tensor_changes(live):
             await ready.publish(model)
             results.append(await ready.fleet.generate(PROMPTS[0], SamplingSettings(1.0, 30, ignore_eos=True), "many"))
         await ready.fleet.aclose()
-        return ready.epoch, results
+        return ready.sender.epoch, results
 
     epoch, results = asyncio.run(run())
     assert epoch == 1
@@ -145,61 +147,48 @@ def test_seeded_responses_longer_together_than_one_engine_step_survive_new_weigh
 
 
 class DamagingSender(WeightSender):
-    """Flips one bit of the first bucket after its checksum was taken."""
+    """Flips one bit of the first bucket after it was sealed."""
 
-    def send(self, specs, tensors, version, bucket_bytes):
+    def send(self, *arguments):
         broadcast, damaged = self._group.broadcast, []
 
         def damage_once(flat, what):
             if not damaged:
                 damaged.append(True)
                 flat[0] ^= 1
-            broadcast(flat, what)
+            return broadcast(flat, what)
 
         self._group.broadcast = damage_once
-        return super().send(specs, tensors, version, bucket_bytes)
+        return super().send(*arguments)
 
 
 class MislabellingSender(WeightSender):
     """Sends the weights as those of another version."""
 
-    def send(self, specs, tensors, version, bucket_bytes):
-        return super().send(specs, tensors, version + 7, bucket_bytes)
-
-
-def lacks(name_part: str) -> list[TensorSpec]:
-    return [spec for spec in specs_of(make_model(0)) if name_part not in spec.name]
+    def send(self, specs, tensors, version, *arguments):
+        return super().send(specs, tensors, version + 7, *arguments)
 
 
 @pytest.mark.parametrize(
-    ("sender_type", "specs", "reason"),
+    ("sender_type", "lacks", "reason"),
     [
-        (DamagingSender, specs_of(make_model(0)), "damaged"),
-        (MislabellingSender, specs_of(make_model(0)), "the sender sent version"),
-        (WeightSender, lacks("layers.1.self_attn.k_proj"), "one fused layer"),
-        (WeightSender, lacks("layers.1.post_attention_layernorm"), "lacks weights for .*post_attention_layernorm"),
+        (DamagingSender, "nothing", "bucket 1 of version .* arrived damaged"),
+        (MislabellingSender, "nothing", "the sender sent version"),
+        (WeightSender, "layers.1.self_attn.k_proj", "one fused layer"),
+        (WeightSender, "layers.1.post_attention_layernorm", "lacks weights for .*post_attention_layernorm"),
     ],
     ids=["damaged bucket", "wrong version", "part of a fused layer", "missing tensor"],
 )
-def test_bad_weights_are_refused_and_the_replica_is_dropped(live, sender_type, specs, reason):
-    """Last in the file: each leaves the server with weights of no version, and a whole publication mends that."""
+def test_bad_weights_are_refused_and_the_replica_is_dropped(live, sender_type, lacks, reason):
+    """Each leaves the server with weights of no version, and a whole publication mends that."""
     model = make_model(live.version + 401)
-    tensors = [(name, tensor) for name, tensor in tensors_of(model) if name in {spec.name for spec in specs}]
+    tensors = [(name, tensor) for name, tensor in tensors_of(model) if lacks not in name]
 
     async def run() -> None:
-        ready = await live.fleet()
+        ready = await live.fleet(startup_timeout_s=0.1)
         fleet, version = ready.fleet, live.version + 1
-        begun = await fleet.begin_publication(version, manifest_of(specs))
-
-        def send() -> None:
-            rendezvous = begun["rendezvous"]
-            sender = sender_type(rendezvous["store"], rendezvous["world_size"], timeout_s=30)
-            with contextlib.suppress(RuntimeError):  # the replica may leave before everything is sent
-                sender.send(specs, tensors, version, begun["bucket_bytes"])
-
-        await asyncio.to_thread(send)
-        with pytest.raises(PublicationError, match=f"version {version} reached no replica: .*{reason}"):
-            await fleet.finish_publication(version)
+        with pytest.raises(PublicationError, match=f"version {version} waited 0.1 s for a replica; .*{reason}"):
+            await ready.sender.publish(tensors, version, kind=sender_type)
         assert fleet.version == version - 1
         assert "live" in fleet.status()["fenced"]
         assert (await fleet.register("live", live.server.url, 1))["state"] == "fenced"
@@ -207,5 +196,51 @@ def test_bad_weights_are_refused_and_the_replica_is_dropped(live, sender_type, s
         mended = await live.fleet()
         await mended.publish(model)
         await mended.fleet.aclose()
+
+    asyncio.run(run())
+
+
+async def check_exact(live: LiveServer, fleet: Fleet, request_id: str) -> None:
+    """Generate on the server and compare with the model of the version that the tokens claim."""
+    result = await fleet.generate(PROMPTS[0], SamplingSettings(1.0, 30, ignore_eos=True), request_id)
+    assert set(result.versions) == {live.version}
+    expected = reference_logprobs(live.model, PROMPTS[0], result.token_ids.tolist(), 1.0)
+    np.testing.assert_allclose(result.logprobs, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_a_server_that_was_half_loaded_when_another_member_was_killed_is_filled_whole(live):
+    """In the middle of a fused layer: q has come, k and v have not."""
+    model = make_model(live.version + 501)
+    names = [name for name, _ in tensors_of(model)]
+    killed_at = names.index("model.layers.1.self_attn.k_proj.weight")
+
+    async def run() -> None:
+        ready = await live.fleet(transfer_timeout_s=10.0, bucket_bytes=1)
+        with ReplicaProcess(Fault(signal.SIGKILL, live.version + 1, killed_at)) as other:
+            assert (await ready.fleet.register("other", other.url, 1))["state"] == "current"
+            outcome = await ready.sender.publish(tensors_of(model), live.version + 1)
+            assert other.was_killed
+        assert [result["again"] for result in ready.sender.outcomes] == [True, False]
+        assert outcome["members"] == ["live"]
+        live.models[live.version + 1] = model
+        await check_exact(live, ready.fleet, "after a death")
+        await ready.fleet.aclose()
+
+    asyncio.run(run())
+
+
+def test_a_server_that_comes_late_gets_the_current_weights_from_files_before_its_first_request(live):
+    model = make_model(live.version + 601)
+
+    async def run() -> None:
+        fleet = Fleet(rollout_config(), TOKEN, live.rendezvous_dir, live.version, VOCABULARY)
+        with ReplicaProcess() as other:
+            await fleet.register("other", other.url, 1)
+            await Sender(fleet, timeout_s=30).publish(tensors_of(model), live.version + 1)
+            await fleet.deregister("other", "killed")
+        live.models[live.version + 1] = model
+        assert (await fleet.register("live", live.server.url, 1))["state"] == "behind"
+        await check_exact(live, fleet, "late")
+        await fleet.aclose()
 
     asyncio.run(run())

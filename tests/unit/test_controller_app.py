@@ -138,6 +138,8 @@ def test_when_every_replica_lost_its_weights_the_actor_is_asked_to_publish_them_
 def test_a_publication_that_broke_off_is_begun_again_and_only_that_one(tmp_path: Path) -> None:
     async def talk(controller: Controller, client: httpx.AsyncClient) -> None:
         manifest = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2, 3]]}
+        await register(client)
+        await next_batch(client, 0)
         controller.parts.fleet.attempts_that_fail = 2  # type: ignore[attr-defined]
         for attempt in range(3):
             answer = await post(client, "/publish/begin", version=1, **manifest)
