@@ -1,7 +1,7 @@
 """A replica without a model: the control routes of a vLLM server in front of the real receiver of weights. No vllm.
 
 For the benchmark of publications and for tests of what happens when a member dies. Besides vLLM's routes, `GET /weights` tells
-the version and a digest of the tensors that the last finished update brought, and the seconds that their updates took.
+the version, a digest of the tensors that came last, and how many seconds each call took; `POST /receive_raw` measures the wire.
 """
 
 import hashlib
@@ -56,10 +56,20 @@ class StandIn:
             self._update(body["update_info"])
         elif path == "/finish_weight_update":
             self.version = body["weight_version"]
+        elif path == "/receive_raw":
+            self._receive_raw(body["sizes"])
         elif path == "/weights":
             return {"version": self.version, "digest": self._digest(), "seconds": self.seconds, "calls": self.calls}
         self.seconds[path] = time.perf_counter() - began
         return {"world_size": 1}
+
+    def _receive_raw(self, sizes: list[int]) -> None:
+        """Receive so many buffers from the weight group and do nothing with them: what the wire alone costs."""
+        group = self.receiver._group
+        assert group is not None
+        buffer = torch.empty(max(sizes), dtype=torch.uint8)
+        for size in sizes:
+            group.broadcast(buffer[:size], "receiving raw bytes").wait()
 
     def _update(self, info: dict[str, Any]) -> None:
         specs = buckets.read_manifest({key: info[key] for key in ("names", "dtypes", "shapes")})

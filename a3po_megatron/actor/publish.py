@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from a3po_megatron.actor.actor import Actor
 from a3po_megatron.actor.control import ControlGroup
 from a3po_megatron.actor.hf_mapping import hf_shapes
@@ -23,9 +21,8 @@ from a3po_megatron.controller.link import ControllerError
 from a3po_megatron.controller.messages import PublicationSent, WeightManifest
 from a3po_megatron.rollout.buckets import TensorSpec, manifest_of
 from a3po_megatron.rollout.nccl_group import new_unique_id
-from a3po_megatron.rollout.rendezvous import join_group
+from a3po_megatron.rollout.rendezvous import choose_transfer, join_group
 from a3po_megatron.rollout.transfer_group import SENDER_RANK, GroupBroken
-from a3po_megatron.rollout.transfer_messages import Transfer
 from a3po_megatron.rollout.weight_sender import Sent, WeightSender
 
 SEND = b"send"  # rank 0's word to the others: walk through the export
@@ -55,7 +52,7 @@ class Publisher:
         self._actor, self._control, self._rollout, self._link = actor, control, rollout, link
         dtype = actor.settings.dtype
         self._specs = tuple(TensorSpec(name, dtype, shape) for name, shape in hf_shapes(actor.shape).items())
-        self._transfer = choose_transfer(rollout, actor.device)
+        self._transfer = choose_transfer(rollout, actor.device.type)
         self._sender: WeightSender | None = None
         self._epoch: int | None = None
 
@@ -148,13 +145,6 @@ class Publisher:
             f"actor: version {version} is not kept as files ({reason}): a replica that restarts waits for the next one",
             flush=True,
         )
-
-
-def choose_transfer(rollout: RolloutConfig, device: torch.device) -> Transfer:
-    """Return how weights travel: what the setting says; for auto nccl where actor and rollout are on GPUs, else gloo."""
-    if rollout.weight_transfer == "auto":
-        return "nccl" if device.type == "cuda" and rollout.device != "cpu" else "gloo"
-    return rollout.weight_transfer
 
 
 def _walk(stream: Iterator[Any]) -> None:

@@ -36,7 +36,6 @@ WIRE_ENDS = {
     ("actor", f"{PACKAGE}.rollout.nccl_group"),
     ("actor", f"{PACKAGE}.rollout.rendezvous"),
     ("actor", f"{PACKAGE}.rollout.transfer_group"),
-    ("actor", f"{PACKAGE}.rollout.transfer_messages"),
     ("actor", f"{PACKAGE}.rollout.weight_sender"),
 }
 ENGINES = {"torch", "megatron", "vllm", "transformers"}
