@@ -12,12 +12,14 @@ from a3po_megatron.estimate.step_time import Rates, StepTime, StepTokens, Worklo
 
 GB = 1e9
 # What to change when an item of the actor is the largest of those that do not fit.
+SPLIT_MODEL = "raise actor.tensor_parallel, actor.pipeline_parallel or, of experts, actor.expert_parallel"
 ACTOR_HINTS = {
-    "parameters": "raise actor.tensor_parallel, actor.pipeline_parallel or, of experts, actor.expert_parallel",
-    "gradients": "raise actor.tensor_parallel, actor.pipeline_parallel or, of experts, actor.expert_parallel",
-    "optimizer": "set actor.distributed_optimizer=true and raise actor.data_parallel, or raise actor.tensor_parallel",
-    "activations": "lower actor.max_tokens_per_microbatch (not below rollout.max_model_len), set actor.sequence_parallel=true, or "
-    "raise actor.tensor_parallel or actor.context_parallel",
+    "parameters": SPLIT_MODEL,
+    "gradients": SPLIT_MODEL,
+    "optimizer": "set actor.distributed_optimizer=true where it is not and raise actor.data_parallel, or "
+    + SPLIT_MODEL,
+    "activations": "lower actor.max_tokens_per_microbatch to no less than rollout.max_model_len, or raise actor.tensor_parallel "
+    "(with actor.sequence_parallel=true) or actor.context_parallel",
     "backward": "lower actor.max_tokens_per_microbatch or raise actor.tensor_parallel",
     "logprob_chunk": "lower actor.logprob_chunk_tokens or raise actor.tensor_parallel",
     "overhead": "take GPUs of more memory",

@@ -65,5 +65,5 @@ def test_every_check_runs_at_toy_size() -> None:
 def test_without_a_gpu_it_says_so(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool, "become_only_rank", lambda: None)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(UserError, match="actor.device=cuda: local rank 0 has no GPU"):
+    with pytest.raises(UserError, match=r"actor\.device=cuda: local rank 0 has no GPU"):
         tool.main([])

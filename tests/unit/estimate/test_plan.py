@@ -118,7 +118,7 @@ def plan_of_layout(*overrides: str, work: Workload) -> Plan:
         (
             ("actor.distributed_optimizer=false", "actor.overlap_param_gather=false"),
             60,
-            "set actor.sequence_parallel=true",
+            "(with actor.sequence_parallel=true)",
         ),
         (
             ("actor.max_tokens_per_microbatch=1000", "actor.data_parallel=2", "actor.tensor_parallel=8"),
