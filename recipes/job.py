@@ -28,7 +28,8 @@ TABLE_WIDTH = 100  # where no terminal tells
 def main(arguments: Sequence[str]) -> int:
     """Parse, check, answer."""
     options = parse(arguments)
-    config = load_config(TrainConfig, options.config, options.overrides)
+    # The job chooses the controller's port itself, once it has seen which are free.
+    config = load_config(TrainConfig, options.config, [*options.overrides, f"controller.port={node_facts.LOWEST_PORT}"])
     cluster = Cluster(
         _names(options.actor_nodes), _names(options.rollout_nodes), options.actor_ranks_per_node, options.gpus_per_node
     )

@@ -20,6 +20,10 @@ main() {
     case $argument in
       --dry-run) DRY_RUN=1 ;;
       -*) fail "$argument: not an option; --dry-run, or settings such as run.num_steps=50" ;;
+      controller.host=* | controller.port=* | rollout.host=* | rollout.base_port=* | actor.host=*)
+        fail "$argument: the job chooses addresses and ports itself; INTERFACE says over which network"
+        ;;
+      model.path=* | run.dir=*) fail "$argument: set MODEL_PATH or RUN_DIR instead" ;;
       *=*) OVERRIDES+=("$argument") ;;
       *) fail "$argument: expected setting=value, for example run.num_steps=50" ;;
     esac
@@ -36,17 +40,24 @@ main() {
   finish
 }
 
-# Defaults of what the script and the environment left open, and what can be checked without Python.
-settle() {
+# The site's own file, if there is one: SRUN_ARGS, CONTAINER, site_setup and variables.
+load_site() {
   cd "$A3PO_HOME"
   SRUN_ARGS=() CONTAINER=()
   if [ -n "${SITE_ENV:-}" ] && [ ! -r "$SITE_ENV" ]; then fail "SITE_ENV=$SITE_ENV: cannot read it"; fi
   # shellcheck disable=SC1090  # the site's own file
   if [ -r "${SITE_ENV:=$A3PO_HOME/slurm/site.env}" ]; then source "$SITE_ENV"; fi
-  : "${PYTHON:=$A3PO_HOME/.venv/bin/python}" "${METHOD:=loglinear}" "${GPUS_PER_NODE:=8}" "${INTERFACE:=}"
+  : "${PYTHON:=$A3PO_HOME/.venv/bin/python}" "${GPUS_PER_NODE:=8}" "${INTERFACE:=}" "${PREFLIGHT_S:=300}"
+  [ ${#CONTAINER[@]} -gt 0 ] || command -v "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON: no such program; run 'make setup' in $A3PO_HOME"
+  export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} PYTHON SITE_ENV A3PO_HOME INTERFACE
+}
+
+# Defaults of what the script and the environment left open, and what can be checked without Python.
+settle() {
+  load_site
+  : "${METHOD:=loglinear}" "${RUN_DIR:=$A3PO_HOME/runs/${SLURM_JOB_NAME:-dry-run}-${SLURM_JOB_ID:-0}}"
   : "${ACTOR_NODES:=1}" "${ROLLOUT_NODES:=1}" "${ACTOR_RANKS_PER_NODE:=$GPUS_PER_NODE}" "${MIN_FREE_GB:=50}" "${STOP_S:=45}"
-  : "${TP:=}" "${PP:=}" "${CP:=}" "${EP:=}" "${DP:=}" "${ROLLOUT_TP:=}" "${REPLICAS_PER_NODE:=}" "${PREFLIGHT_S:=300}"
-  : "${RUN_DIR:=$A3PO_HOME/runs/${SLURM_JOB_NAME:-dry-run}-${SLURM_JOB_ID:-0}}"
+  : "${TP:=}" "${PP:=}" "${CP:=}" "${EP:=}" "${DP:=}" "${ROLLOUT_TP:=}" "${REPLICAS_PER_NODE:=}"
   [ -n "${CONFIG:-}" ] || fail "CONFIG is not set: name the YAML file of the run"
   [ -r "$CONFIG" ] || fail "CONFIG=$CONFIG: cannot read it"
   [ -n "${MODEL_PATH:-}" ] || fail "MODEL_PATH is not set: name the Hugging Face folder of the model, on a shared file system"
@@ -60,7 +71,6 @@ settle() {
     REPLICAS_PER_NODE; do
     [[ ${!name:-0} =~ ^[0-9]+$ ]] || fail "$name=${!name}: expected a whole number"
   done
-  [ ${#CONTAINER[@]} -gt 0 ] || command -v "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON: no such program; run 'make setup' in $A3PO_HOME"
   settings_of_variables
 }
 
@@ -118,7 +128,6 @@ srun_on() {
 preflight() {
   # A run's folder may outlive several attempts of its job: one folder of logs each.
   LOGS=$RUN_DIR/logs/job-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
-  export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} PYTHON SITE_ENV A3PO_HOME INTERFACE
   say "job $SLURM_JOB_ID: actor on ${ACTORS[*]}, rollout on ${ROLLOUTS[*]}; logs in $LOGS"
   mkdir -p "$LOGS" || fail "RUN_DIR=$RUN_DIR: cannot write there; name a folder of yours on a shared file system"
   one_line_of plan "${ALL[0]}" -- recipes.job plan "${JOB_ARGUMENTS[@]}"
@@ -158,7 +167,7 @@ declare -A ROLE_OF=()
 start_role() {
   local role=$1
   shift
-  (srun_on "$role" "$LOGS/$role-%N.log" "$@") 2>>"$LOGS/$role.srun" &
+  (srun_on "$role" "$LOGS/${role%%-*}-%N.log" "$@") 2>>"$LOGS/$role.srun" &
   ROLE_OF[$!]=$role
 }
 
@@ -182,7 +191,7 @@ start_roles() {
 # Sets REASON and CODE when the job is over.
 watch_roles() {
   local who code rollouts=${#ROLLOUTS[@]} done_roles=0
-  REASON="" CODE=0
+  REASON="" CODE=0 FAILED_LOGS=()
   while [ -z "$REASON" ] && [ "$done_roles" -lt 2 ]; do
     who="" code=0
     if [ -z "${STOPPED:-}" ]; then wait -n -p who "${!ROLE_OF[@]}" || code=$?; fi
@@ -207,31 +216,28 @@ watch_roles() {
   done
 }
 
-# The end of the failing role's log: of the node that srun names first, since the others only follow it.
+# Sets FAILED_LOGS: the log of the node that srun names first, since the others only follow it, else all of the role's.
 last_words() {
-  local role=$1 node file
+  local role=$1 node
   node=$(sed -nE 's/^srun: error: ([A-Za-z0-9._-]+): task.*/\1/p' "$LOGS/$role.srun" | head -n 1)
-  FAILED_LOGS=()
-  for file in "$LOGS/$role-${node:-*}.log"; do if [ -s "$file" ]; then FAILED_LOGS+=("$file"); fi; done
-  if [ ${#FAILED_LOGS[@]} = 0 ]; then for file in "$LOGS/$role"-*.log "$LOGS/$role.srun"; do FAILED_LOGS+=("$file"); done; fi
+  FAILED_LOGS=("$LOGS/${role%%-*}-$node.log")
+  if [ ! -s "${FAILED_LOGS[0]}" ]; then FAILED_LOGS=("$LOGS/${role%%-*}"-*.log "$LOGS/$role.srun"); fi
 }
 
 finish() {
-  local role
+  local role log
   for role in actor rollout controller; do stop_roles "$role"; done
   if [ -z "$REASON" ]; then
     say "done: model in $RUN_DIR/model, metrics in $RUN_DIR/metrics.jsonl"
     exit 0
   fi
-  local file
-  for file in "${FAILED_LOGS[@]:-}"; do
-    [ -n "$file" ] || continue
-    echo "--- $file"
-    grep -v '^\s*$' "$file" | tail -n 8
+  for log in "${FAILED_LOGS[@]}"; do
+    [ -s "$log" ] || continue
+    echo "--- the end of $log"
+    grep -v '^\s*$' "$log" | tail -n 8
   done
-  file=$(for file in "${FAILED_LOGS[@]:-/dev/null}"; do grep -h '^error: ' "$file" 2>/dev/null | tail -n 1; done | tail -n 1)
   say "failed: $REASON; logs in $LOGS"
-  if [ -n "$file" ]; then echo "$file"; fi
+  grep -h '^error: ' "${FAILED_LOGS[@]}" /dev/null | tail -n 1 || true
   exit "$CODE"
 }
 

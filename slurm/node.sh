@@ -23,7 +23,7 @@ address_of_node() { # NODES of the job
 
 if [ "$1" = address ]; then address_of_node "$2"; exit; fi
 
-SRUN_ARGS=() CONTAINER=()
+CONTAINER=()
 # shellcheck disable=SC1090  # the site's own file
 if [ -r "${SITE_ENV:-}" ]; then source "$SITE_ENV"; fi
 if declare -F site_setup >/dev/null; then site_setup; fi
@@ -45,6 +45,7 @@ case $1 in
     own=("actor.host=$(address_of_node "$SLURM_JOB_NUM_NODES")" --node-rank "$SLURM_PROCID")
     if [ -n "${A3PO_GPUS_BEFORE_ROLLOUT:-}" ]; then gpus 0 "$A3PO_GPUS_BEFORE_ROLLOUT"; fi
     ;;
+  torch.distributed.run) shift; set -- torch.distributed.run --node-rank "$SLURM_PROCID" "$@" ;;
   recipes.rollout)
     own=("rollout.host=$(address_of_node "$SLURM_JOB_NUM_NODES")")
     if [ -n "${A3PO_GPUS_BEFORE_ROLLOUT:-}" ]; then gpus "$A3PO_GPUS_BEFORE_ROLLOUT" 64; fi

@@ -1,8 +1,8 @@
 """Which nodes of a cluster do what: the split of a job, checked against the run's settings, and as a table for people.
 
-    actor nodes    first ... : ranks of the actor; beside the first one the controller
-    rollout nodes  ... last  : a supervisor each, with its vLLM servers
-    one node for both        : the actor has the first GPUs, the servers the next ones
+actor nodes    first ... : ranks of the actor; beside the first one the controller
+rollout nodes  ... last  : a supervisor each, with its vLLM servers
+one node for both        : the actor has the first GPUs, the servers the next ones
 """
 
 from dataclasses import dataclass
@@ -85,7 +85,10 @@ def describe(cluster: Cluster, config: TrainConfig) -> list[tuple[str, str]]:
             f"{actor.context_parallel} x data {actor.data_parallel}, expert {actor.expert_parallel}; {actor.dtype}",
         ),
         ("rollout nodes", " ".join(cluster.rollout_nodes)),
-        ("rollout", f"{replicas} vLLM servers of tensor parallel {rollout.tensor_parallel}, {rollout.num_servers} a node"),
+        (
+            "rollout",
+            f"{replicas} vLLM servers of tensor parallel {rollout.tensor_parallel}, {rollout.num_servers} a node",
+        ),
         ("controller", f"beside the actor on {cluster.actor_nodes[0]}, schedule {controller.schedule}"),
         ("GPUs a node", str(cluster.gpus_per_node or "none")),
         ("model", config.model.path),

@@ -7,6 +7,7 @@ they started is left, neither process nor port nor shared memory.
 """
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Sequence
@@ -45,7 +46,12 @@ def prepare(config: TrainConfig) -> str:
     """Check ports and the run's folder, write its token and its record; return the token. Raises UserError."""
     check_port("controller.port", config.controller.host, config.controller.port)
     check_server_ports(config.rollout)
-    return open_run_folder(config)
+    token = open_run_folder(config)
+    if not config.run.resume:
+        shutil.rmtree(
+            Path(config.run.dir) / "logs", ignore_errors=True
+        )  # of an attempt that failed before its first step
+    return token
 
 
 def run(config: TrainConfig, arguments: Sequence[str], token: str, progress: Progress) -> Ending:

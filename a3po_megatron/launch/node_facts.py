@@ -25,7 +25,10 @@ LOWEST_PORT = 10000
 PORTS_PER_JOB = 40
 CANDIDATES = 25  # places for a job's ports that are looked at
 SHARED_FILES_S = 60.0  # that a file may take to be seen on another node
-DRIVER_OF_CUDA = {13: 580, 12: 525}  # oldest driver of each CUDA major version (CUDA release notes, minor compatibility)
+DRIVER_OF_CUDA = {
+    13: 580,
+    12: 525,
+}  # oldest driver of each CUDA major version (CUDA release notes, minor compatibility)
 POLL_S = 0.1
 
 
@@ -96,7 +99,9 @@ def read_facts(folder: Path, nodes: Sequence[str]) -> list[NodeFacts]:
     deadline = time.monotonic() + SHARED_FILES_S
     while missing := [node for node in nodes if not (folder / f"{node}.json").is_file()]:
         if time.monotonic() > deadline:
-            raise UserError(f"nothing in {folder} from {', '.join(missing)}: is RUN_DIR on a file system all nodes share?")
+            raise UserError(
+                f"nothing in {folder} from {', '.join(missing)}: is RUN_DIR on a file system all nodes share?"
+            )
         time.sleep(POLL_S)
     return [msgspec.json.decode((folder / f"{node}.json").read_bytes(), type=NodeFacts) for node in nodes]
 

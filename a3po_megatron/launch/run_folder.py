@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import shutil
 from pathlib import Path
 
 from a3po_megatron.actor.hf_folder import HFFolder
@@ -36,8 +35,6 @@ def open_run_folder(config: TrainConfig) -> str:
         raise UserError(f"run.resume=true: run.dir={folder} holds no run to go on with")
     try:
         save_run_record(config, folder)
-        if not config.run.resume:
-            shutil.rmtree(folder / "logs", ignore_errors=True)  # of an attempt that failed before its first step
         return _write_token(folder / "token")
     except OSError as error:
         raise UserError(f"run.dir={folder}: cannot write there: {error.strerror}; name a folder of yours") from None
