@@ -126,6 +126,7 @@ srun_on() {
 }
 
 preflight() {
+  HEAD=$(bash "$A3PO_HOME/slurm/node.sh" address "${#ALL[@]}") || exit 2
   # A run's folder may outlive several attempts of its job: one folder of logs each.
   LOGS=$RUN_DIR/logs/job-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
   say "job $SLURM_JOB_ID: actor on ${ACTORS[*]}, rollout on ${ROLLOUTS[*]}; logs in $LOGS"
@@ -139,7 +140,6 @@ preflight() {
   one_line_of open "${ALL[0]}" -- recipes.job open "${JOB_ARGUMENTS[@]}" --facts "$facts" --min-free-gb "$MIN_FREE_GB"
   PORT=$(tail -n 1 "$LOGS/open.log")
   [[ $PORT =~ ^[0-9]+$ ]] || fail "no port in $LOGS/open.log"
-  HEAD=$(bash "$A3PO_HOME/slurm/node.sh" address "${#ALL[@]}") || exit 2
 }
 
 # one_line_of NAME NODES... -- MODULE...: a check in a step; if it fails the job ends with what the check said.

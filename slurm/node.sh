@@ -10,10 +10,10 @@ address_of_node() { # NODES of the job
   local address
   if [ "$1" = 1 ]; then echo 127.0.0.1; return; fi
   if [ -n "${INTERFACE:-}" ]; then
-    address=$(ip -o -4 addr show dev "$INTERFACE" 2>/dev/null | awk '{split($4, part, "/"); print part[1]; exit}')
+    address=$(ip -o -4 addr show dev "$INTERFACE" 2>/dev/null | awk '{split($4, part, "/"); print part[1]; exit}') || true
     [ -n "$address" ] || fail "INTERFACE=$INTERFACE: $(hostname) has no such interface with an IPv4 address"
   else
-    address=$(getent ahostsv4 "$(hostname)" | awk '{print $1; exit}')
+    address=$(getent ahostsv4 "$(hostname)" | awk '{print $1; exit}') || true
   fi
   case $address in
     "" | 127.*) fail "$(hostname) resolves to '${address:-nothing}', where no other node reaches it; set INTERFACE, for example to ib0" ;;

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]  # jobs are submitted from here
 NODES = 4
 GPUS = 8
 NETWORK = "10.77.0"
@@ -78,7 +79,13 @@ class Cluster:
     def run(self, *command: str, check: bool = True, environment: Mapping[str, str] | None = None) -> str:
         """Run a SLURM command and return what it prints."""
         done = subprocess.run(
-            command, env=environment or self.environment, capture_output=True, text=True, timeout=60, check=False
+            command,
+            env=environment or self.environment,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         if check and done.returncode:
             raise AssertionError(f"{' '.join(command)}: {done.stdout}{done.stderr}")
