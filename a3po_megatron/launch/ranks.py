@@ -8,7 +8,7 @@ import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -114,7 +114,7 @@ def run_ranks(module: str, arguments: Sequence[str], count: int, nodes: Nodes = 
         except ChildFailedError as error:
             mistakes = [failure for failure in error.failures.values() if failure.exitcode == USER_ERROR_EXIT_CODE]
             if not mistakes:
-                _name_killed(error.failures.values())
+                _name_killed(error.failures)
                 return 1
             print(f"error: {mistakes[0].message}", file=sys.stderr, flush=True)
             return USER_ERROR_EXIT_CODE
@@ -124,13 +124,13 @@ def run_ranks(module: str, arguments: Sequence[str], count: int, nodes: Nodes = 
     return 0
 
 
-def _name_killed(failures: "Iterable[ProcessFailure]") -> None:
+def _name_killed(failures: "Mapping[int, ProcessFailure]") -> None:
     """Say which ranks a signal ended: they could not say it themselves. SIGKILL often means that memory ran out."""
-    for failure in failures:
+    for rank, failure in failures.items():
         if failure.exitcode < 0:
             name = signal.Signals(-failure.exitcode).name
             print(
-                f"error: rank {failure.global_rank} (process {failure.pid}) was killed by {name}",
+                f"error: rank {rank} (process {failure.pid}) was killed by {name}",
                 file=sys.stderr,
                 flush=True,
             )
