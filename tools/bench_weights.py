@@ -78,7 +78,8 @@ def main() -> int:
     if arguments.rank_of >= 0:
         run_rank(CASES[arguments.rank_of], arguments)
         return 0
-    results = [measure(index, arguments) for index in range(len(CASES))]
+    chosen = [index for index, case in enumerate(CASES) if case.shape in arguments.shape]
+    results = [measure(index, arguments) for index in chosen]
     print(json.dumps({"cases": results}) if arguments.json else "\n".join(map(table, results)))
     return 0
 
@@ -88,6 +89,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench_weights.py", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--quick", action="store_true", help="two layers a model and one repeat: shows that it works")
+    parser.add_argument("--shape", nargs="+", choices=tuple(SHAPES), default=tuple(SHAPES), help="default: both")
     parser.add_argument("--repeats", type=int, default=3, help="publications that count; default: %(default)s")
     parser.add_argument("--bucket-bytes", type=int, default=64 << 20, help="default: %(default)s")
     parser.add_argument("--timeout-s", type=float, default=240.0, help="of one case; default: %(default)s")
