@@ -64,7 +64,7 @@ class Publisher:
         """
         if self._link is None:
             while self._control.tell(None) == SEND:  # the others wait here for the controller
-                _walk(self._actor.export_weights())
+                _walk(self._actor.export_weights(first_stage_only=True))
             return 0.0
         waited_s, again = 0.0, True
         while again:
@@ -118,7 +118,7 @@ class Publisher:
             return Sent(), str(error)
         self._control.tell(SEND)
         assert self._sender is not None
-        stream = iter(self._actor.export_weights())
+        stream = iter(self._actor.export_weights(first_stage_only=True))
         keep_in = Path(plan["keep_in"]) if plan["keep_in"] else None
         try:
             return self._sender.send(self._specs, stream, version, plan["bucket_bytes"], keep_in), ""
