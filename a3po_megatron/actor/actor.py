@@ -28,6 +28,7 @@ from a3po_megatron.actor import device as devices
 from a3po_megatron.actor import parallel, pipeline
 from a3po_megatron.actor.hf_folder import HFFolder
 from a3po_megatron.actor.hf_weights import export_weights, load_weights, random_source
+from a3po_megatron.actor.kernels import choose_kernels
 from a3po_megatron.actor.logprobs import make_head, token_is_greedy, token_logprobs, token_output
 from a3po_megatron.actor.model import DTYPES, build_chunks, transformer_config
 from a3po_megatron.actor.nonfinite import NonFiniteError, find_culprit
@@ -74,8 +75,9 @@ class Actor:
         self.shape, self.settings, self.optimizer_settings = shape, actor, optimizer
         self.device: torch.device = devices.choose_device(actor)
         self.place = parallel.initialize(actor, seed)
-        self.config = transformer_config(shape, actor, self.device)
-        self.models: list[GPTModel] = build_chunks(self.config, shape, self.device)
+        self.kernels = choose_kernels(self.device, DTYPES[actor.dtype])
+        self.config = transformer_config(shape, actor, self.kernels)
+        self.models: list[GPTModel] = build_chunks(self.config, shape, self.kernels, self.device)
         if model.init == "random":
             source = random_source(shape, model.init_seed, model.init_std)
         else:

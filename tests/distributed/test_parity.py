@@ -29,6 +29,7 @@ from tests.distributed.layouts import (
 TOLERANCE = 1e-5
 
 QWEN, TIED, LLAMA, MOE = Model("qwen3"), Model("qwen3", tied=True), Model("llama"), Model("qwen3_moe")
+QWEN2, QWEN2_TIED, LLAMA3, LLAMA3_TIED = (Model(name, tied) for name in ("qwen2", "llama3") for tied in (False, True))
 DISTRIBUTED = {"distributed_optimizer": True}
 OVERLAP = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 ONE_SEQUENCE_A_MICROBATCH = 12  # tokens: the longest sequence
@@ -68,6 +69,33 @@ CASES = [
     (MOE, Layout(pp=2, ep=2), {"max_tokens_per_microbatch": 24}),
     (MOE, Layout(cp=2, ep=2), {}),
     (Model("qwen3_moe_unnormalised"), Layout(pp=2, vpp=2, ep=2, options={"packed": False}), {}),
+    (QWEN2, Layout(tp=2, pp=2, sp=True), {}),
+    (QWEN2_TIED, Layout(options=OVERLAP), {}),
+    (QWEN2, Layout(tp=2, sp=True, cp=2), {"max_tokens_per_microbatch": 24}),
+    (QWEN2_TIED, Layout(pp=2, vpp=2), {"packed": False}),
+    (LLAMA3, Layout(tp=2, pp=2, sp=True), {}),
+    (LLAMA3_TIED, Layout(tp=2, options=OVERLAP), {}),
+    (LLAMA3, Layout(pp=2, cp=2), {"max_tokens_per_microbatch": 24}),
+    (LLAMA3_TIED, Layout(pp=2, vpp=2), {"packed": False}),
+]
+# Five layers do not divide: the last stage of four has two, the first of two has one, and so on.
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+UNEVEN_CASES = [
+    (Model("qwen3", layers=5), Layout(pp=4, options={LAST: 2}), {}),
+    (Model("qwen2", tied=True, layers=5), Layout(tp=2, pp=2, sp=True, options={FIRST: 1}), {}),
+    (Model("llama3", layers=5), Layout(pp=2, cp=2, options={FIRST: 2, LAST: 3}), {"max_tokens_per_microbatch": 24}),
+    (Model("qwen3_moe", layers=5), Layout(pp=2, ep=2, options={LAST: 2}), {}),
+    (Model("llama", tied=True, layers=6), Layout(pp=2, vpp=2, options={FIRST: 4} | OVERLAP), {}),
+]
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+EVERY_SECOND = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
+FIRST_LAYER = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+RECOMPUTE_CASES = [
+    (QWEN, Layout(tp=2, pp=2, sp=True, options=SELECTIVE), {}),
+    (QWEN2, Layout(cp=2, options=SELECTIVE | DISTRIBUTED), {"max_tokens_per_microbatch": 24}),
+    (LLAMA3, Layout(tp=2, sp=True, options=EVERY_SECOND | OVERLAP), {"packed": False}),
+    (MOE, Layout(pp=2, ep=2, options=FIRST_LAYER), {}),
+    (MOE, Layout(tp=2, sp=True, ep=2, options=SELECTIVE | {"recompute_modules": ["core_attn", "moe"]}), {}),
 ]
 
 
@@ -93,6 +121,7 @@ EXPERT_LAYOUTS = [
     for vpp in ([1, 2] if pp == 2 else [1])
     for options in ({}, OVERLAP)
 ]
+DENSE = [Model(family, tied) for family in ("qwen2", "qwen3", "llama", "llama3") for tied in (False, True)]
 BFLOAT16_LOGPROBS, BFLOAT16_GRADIENT_NORM = 0.1, 0.04
 
 
@@ -102,13 +131,13 @@ def _name(value: object) -> str:
     return str(value)
 
 
-@pytest.mark.parametrize(("model", "layout", "changes"), CASES, ids=_name)
+@pytest.mark.parametrize(("model", "layout", "changes"), CASES + UNEVEN_CASES + RECOMPUTE_CASES, ids=_name)
 def test_two_steps_equal_plain_autograd(model: Model, layout: Layout, changes: dict, shared_folder: Path) -> None:
     _check_two_steps(model, layout, changes, shared_folder)
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("model", [QWEN, TIED, LLAMA], ids=str)
+@pytest.mark.parametrize("model", [QWEN, TIED, LLAMA, QWEN2, LLAMA3], ids=str)
 def test_two_steps_equal_plain_autograd_on_one_rank(model: Model, shared_folder: Path) -> None:
     _check_two_steps(model, Layout(), {}, shared_folder)
 
@@ -198,7 +227,7 @@ def test_a_step_that_is_not_finite_changes_nothing(only_the_gradient: bool, shar
 @pytest.mark.full
 @pytest.mark.parametrize("microbatch_tokens", [24, 4096])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("model", [QWEN, TIED, LLAMA, Model("llama", tied=True)], ids=str)
+@pytest.mark.parametrize("model", DENSE, ids=str)
 @pytest.mark.parametrize("layout", ALL_LAYOUTS, ids=str)
 def test_every_layout_with_every_model(
     layout: Layout, model: Model, packed: bool, microbatch_tokens: int, shared_folder: Path
@@ -208,7 +237,7 @@ def test_every_layout_with_every_model(
 
 @pytest.mark.full
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("model", [QWEN, Model("llama", tied=True)], ids=str)
+@pytest.mark.parametrize("model", [QWEN, Model("llama", tied=True), QWEN2_TIED, LLAMA3], ids=str)
 @pytest.mark.parametrize("layout", CONTEXT_LAYOUTS, ids=str)
 def test_every_layout_with_context_parallelism(layout: Layout, model: Model, packed: bool, shared_folder: Path) -> None:
     _check_two_steps(model, layout, {"packed": packed, "max_tokens_per_microbatch": 24}, shared_folder)
