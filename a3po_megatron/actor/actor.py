@@ -39,6 +39,7 @@ from a3po_megatron.actor.optimizer import (
     gradient_norm,
     wrap_chunks,
 )
+from a3po_megatron.actor.routing import by_sequence, recorded_routing
 from a3po_megatron.batching.packing import Microbatch, TokenSequence, make_microbatches
 from a3po_megatron.config.model_shape import ModelShape
 from a3po_megatron.config.schema import ActorConfig, ModelConfig, OptimizerConfig
@@ -136,6 +137,15 @@ class Actor:
     def is_greedy(self, sequences: Sequence[TokenSequence]) -> dict[int, NDArray[np.bool_]]:
         """Return {index: bool [n-1]}: whether each token but the first is the most probable one. Placed as `logprobs`."""
         return self._forward([sequences], partial(token_is_greedy, head=self._head))[0]
+
+    def routing(self, sequences: Sequence[TokenSequence]) -> dict[int, NDArray[np.bool_]]:
+        """Return {index: bool [n-1, layers, experts]}: which experts each token but the last is sent to.
+
+        On every rank, for the layers of its pipeline stage and the sequences of its data-parallel rank.
+        """
+        with recorded_routing(self.models) as chosen:
+            self.logprobs(sequences)
+        return by_sequence(chosen, self._microbatches(sequences), self.settings.sequence_parallel)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor) of the current weights in model order, on every rank."""
