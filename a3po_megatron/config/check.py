@@ -53,6 +53,7 @@ def check_train(config: TrainConfig, shape: ModelShape) -> None:
     if config.data.task == "arithmetic":
         check_task(config.data.arithmetic, "data.arithmetic", shape)
     _check_method(config)
+    _check_auxiliary_losses(config)
     _check_same_model(config, shape)
     _check_lengths(config, shape)
     if config.run.resume:
@@ -138,6 +139,16 @@ def _check_method(config: TrainConfig) -> None:
             f"algorithm.num_minibatches={algorithm.num_minibatches}: a batch has only {num_samples} samples "
             f"(controller.prompts_per_batch={controller.prompts_per_batch} x "
             f"controller.samples_per_prompt={controller.samples_per_prompt})"
+        )
+
+
+def _check_auxiliary_losses(config: TrainConfig) -> None:
+    actor, aggregation = config.actor, config.algorithm.aggregation
+    if (actor.moe_aux_loss_coeff or actor.moe_z_loss_coeff) and aggregation != "token":
+        raise UserError(
+            f"algorithm.aggregation={aggregation} with actor.moe_aux_loss_coeff={actor.moe_aux_loss_coeff} and "
+            f"actor.moe_z_loss_coeff={actor.moe_z_loss_coeff}: megatron-core weighs both losses by tokens, so divided by the "
+            "number of sequences they would grow with the responses; use algorithm.aggregation=token, or 0 for both"
         )
 
 
