@@ -1,6 +1,7 @@
 """The actor against transformers and plain autograd, in every basic layout."""
 
 import copy
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -149,6 +150,25 @@ def _name(value: object) -> str:
 @pytest.mark.parametrize(("model", "layout", "changes"), CASES + UNEVEN_CASES + RECOMPUTE_CASES, ids=_name)
 def test_two_steps_equal_plain_autograd(model: Model, layout: Layout, changes: dict, shared_folder: Path) -> None:
     _check_two_steps(model, layout, changes, shared_folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "attention_passes", "layer_passes"),
+    [({}, 1, 1), (SELECTIVE, 2, 1), (EVERY_SECOND, 2, 2), (FIRST_LAYER, 1.5, 1.5)],
+    ids=_name,
+)
+def test_recompute_runs_what_it_names_a_second_time(
+    options: dict, attention_passes: float, layer_passes: float, shared_folder: Path
+) -> None:
+    layout = Layout(tp=2, pp=2, options=options)  # two layers a stage
+    actor = build_actor(save_model(QWEN.build(), shared_folder), layout.config())
+    calls: Counter[str] = Counter()
+    for layer in actor.models[0].decoder.layers:
+        layer.self_attention.core_attention.register_forward_hook(lambda *_: calls.update(["attention"]))
+        layer.self_attention.linear_proj.register_forward_hook(lambda *_: calls.update(["layer"]))
+    microbatches = actor.train_step(random_sequences(), SupervisedLoss()).num_microbatches
+    assert calls == {"attention": 2 * attention_passes * microbatches, "layer": 2 * layer_passes * microbatches}
+    actor.close()
 
 
 @pytest.mark.ranks(1)

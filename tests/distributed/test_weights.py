@@ -84,7 +84,12 @@ def test_export_is_fresh_while_the_parameter_gather_is_still_overlapped(shared_f
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [(Model(), Layout(tp=2, pp=2)), (Model(), Layout(pp=4)), (MOE, Layout(tp=2, sp=True, ep=4))],
+    [
+        (Model(), Layout(tp=2, pp=2)),
+        (Model(), Layout(pp=4)),
+        (MOE, Layout(tp=2, sp=True, ep=4)),
+        (Model("qwen2"), Layout(tp=2, pp=2)),
+    ],
     ids=str,
 )
 def test_random_weights_do_not_depend_on_the_layout(model: Model, layout: Layout, shared_folder: Path) -> None:
@@ -93,5 +98,6 @@ def test_random_weights_do_not_depend_on_the_layout(model: Model, layout: Layout
     actor = build_actor(folder, layout.config(), init="random", init_seed=3, init_std=0.05)
     for name, tensor in actor.export_weights():
         assert torch.equal(tensor.cpu(), source(name)), name
+        assert not (name.endswith(".bias") and tensor.any()), name
     actor.close()
     dist.barrier()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from a3po_megatron.config.algorithm import AlgorithmConfig
 from a3po_megatron.config.check import ARITHMETIC_VOCABULARY, check_actor, check_optimizer, check_pretrain, check_train
 from a3po_megatron.config.evaluation import EvaluateConfig
 from a3po_megatron.config.load import load_config
@@ -257,3 +258,12 @@ def test_pretraining_settings_out_of_range_are_refused(changes: dict, message: s
     with pytest.raises(UserError) as caught:
         check_pretrain(replace(PretrainConfig(), **changes), QWEN)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("aggregation", ["sequence", "fixed_length"])
+def test_auxiliary_losses_of_experts_go_with_a_count_of_tokens_only(aggregation: str) -> None:
+    algorithm = AlgorithmConfig(aggregation=aggregation, fixed_length=64 if aggregation == "fixed_length" else 0)  # type: ignore[arg-type]
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        config = replace(TrainConfig(), actor=ActorConfig(**{name: 0.01}), algorithm=algorithm)  # type: ignore[arg-type]
+        with pytest.raises(UserError, match=f"algorithm.aggregation={aggregation} with actor.moe_aux_loss_coeff="):
+            check_train(config, MOE)
