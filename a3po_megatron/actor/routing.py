@@ -59,8 +59,8 @@ def by_sequence(
         rows = microbatch.tokens.shape[0]
         layers = [_whole(chosen[layer][number], rows, sequence_parallel) for layer in sorted(chosen)]
         parts = parallel.gather_over_cp(torch.stack(layers, dim=2))  # [b, s/cp, layers, experts] each
-        joined = microbatch.join([part.cpu().numpy().astype(np.bool_) for part in parts])
-        found.update(microbatch.by_sequence(joined))
+        joined = microbatch.join([part.cpu().numpy() for part in parts])
+        found.update({index: values.astype(np.bool_) for index, values in microbatch.by_sequence(joined).items()})
     return found
 
 

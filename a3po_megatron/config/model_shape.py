@@ -162,9 +162,8 @@ def _default_head_dim(family: str, hidden_size: int, heads: int) -> int:
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
     """Rotary settings: transformers 5 writes `rope_parameters`, older files `rope_theta` and `rope_scaling`."""
-    if config.get("rope_parameters"):
-        return {"rope_theta": config.get("rope_theta"), **config["rope_parameters"]}
-    return {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {})}
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    return rope if "rope_theta" in rope else {"rope_theta": config["rope_theta"], **rope}
 
 
 def _rope_type(rope: dict[str, Any]) -> str:

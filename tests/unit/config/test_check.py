@@ -31,7 +31,7 @@ MOE = replace(QWEN, family="qwen3_moe", num_experts=6, num_experts_per_tok=2, mo
 # What the cluster's configurations are for, from the published config.json; their model.path is left to the launcher.
 QWEN3_8B = ModelShape("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, 40960, 1e-6, 1e6, False)
 CLUSTER = {
-    "qwen2_5_1p5b_gsm8k": ModelShape("llama", 28, 1536, 8960, 12, 2, 128, 151936, 32768, 1e-6, 1e6, True),
+    "qwen2_5_1p5b_gsm8k": ModelShape("qwen2", 28, 1536, 8960, 12, 2, 128, 151936, 32768, 1e-6, 1e6, True),
     "qwen3_8b_dapo": QWEN3_8B,
     "qwen3_14b_dapo": replace(
         QWEN3_8B, num_layers=40, hidden_size=5120, intermediate_size=17408, num_attention_heads=40
