@@ -207,19 +207,20 @@ watch_roles() {
       rollout-*)
         rollouts=$((rollouts - 1))
         say "$role ended with exit code $code; $rollouts rollout nodes are left"
-        [ "$rollouts" -gt 0 ] || { CODE=$((code ? code : 1)); REASON="no rollout node is left; the last was $role"; last_words "$role"; }
+        [ "$rollouts" -gt 0 ] || { CODE=$((code ? code : 1)); last_words "$role"; REASON="no rollout node is left; the last was $role"; }
         ;;
       *)
-        if [ "$code" = 0 ]; then done_roles=$((done_roles + 1)); else CODE=$code REASON="$role ended with exit code $code" && last_words "$role"; fi
+        if [ "$code" = 0 ]; then done_roles=$((done_roles + 1)); else CODE=$code; last_words "$role"; REASON="$role ended with exit code $CODE"; fi
         ;;
     esac
   done
 }
 
-# Sets FAILED_LOGS: the log of the node that srun names first, since the others only follow it, else all of the role's.
+# Sets FAILED_LOGS, and CODE if srun tells: those of the node that srun names first, since the others only follow it.
 last_words() {
-  local role=$1 node
-  node=$(sed -nE 's/^srun: error: ([A-Za-z0-9._-]+): task.*/\1/p' "$LOGS/$role.srun" | head -n 1)
+  local role=$1 node="" code=""
+  read -r node code < <(sed -nE 's/^srun: error: ([A-Za-z0-9._-]+): task.*exit code ([0-9]+)$/\1 \2/p' "$LOGS/$role.srun" | head -n 1) || true
+  if [ -n "$code" ]; then CODE=$code; fi
   FAILED_LOGS=("$LOGS/${role%%-*}-$node.log")
   if [ ! -s "${FAILED_LOGS[0]}" ]; then FAILED_LOGS=("$LOGS/${role%%-*}"-*.log "$LOGS/$role.srun"); fi
 }

@@ -65,13 +65,13 @@ class ModelShape:
 
 
 def read_model_shape(folder: str | Path) -> ModelShape:
-    """Read `folder/config.json`.
+    """Read `folder/config.json`, or the file itself where one is named.
 
     Raises UserError when the folder or file is missing or not JSON, the family is unknown, a key is missing or a feature
     (see `_refuse_unsupported`) is set that the actor does not have.
     """
-    path = Path(folder) / "config.json"
-    config = _read_json(Path(folder), path)
+    path = Path(folder) if Path(folder).is_file() else Path(folder) / "config.json"
+    config = _read_json(path.parent, path)
     family = config.get("model_type")
     if family not in FAMILIES:
         raise UserError(f"{path}: model_type '{family}' is not supported; supported: {', '.join(FAMILIES)}")

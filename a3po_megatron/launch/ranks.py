@@ -3,15 +3,20 @@
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from a3po_megatron.errors import USER_ERROR_EXIT_CODE, UserError, exit_on_user_error
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 LAUNCHED = "A3PO_LAUNCHED"  # set in ranks that `run_ranks` started
 MEETING_S = 300  # that the nodes wait for each other
@@ -109,6 +114,7 @@ def run_ranks(module: str, arguments: Sequence[str], count: int, nodes: Nodes = 
         except ChildFailedError as error:
             mistakes = [failure for failure in error.failures.values() if failure.exitcode == USER_ERROR_EXIT_CODE]
             if not mistakes:
+                _name_killed(error.failures)
                 return 1
             print(f"error: {mistakes[0].message}", file=sys.stderr, flush=True)
             return USER_ERROR_EXIT_CODE
@@ -116,3 +122,15 @@ def run_ranks(module: str, arguments: Sequence[str], count: int, nodes: Nodes = 
             print(f"{module}: interrupted; its {count // nodes.count} ranks have been ended", file=sys.stderr)
             return 130
     return 0
+
+
+def _name_killed(failures: "Mapping[int, ProcessFailure]") -> None:
+    """Say which ranks a signal ended: they could not say it themselves. SIGKILL often means that memory ran out."""
+    for rank, failure in failures.items():
+        if failure.exitcode < 0:
+            name = signal.Signals(-failure.exitcode).name
+            print(
+                f"error: rank {rank} (process {failure.pid}) was killed by {name}",
+                file=sys.stderr,
+                flush=True,
+            )
