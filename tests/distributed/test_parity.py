@@ -68,6 +68,7 @@ CASES = [
     (MOE, Layout(ep=4, options=OVERLAP), {}),
     (MOE, Layout(tp=2, sp=True, ep=2), {}),
     (MOE, Layout(tp=2, sp=True, ep=2, etp=2), {}),
+    (MOE, Layout(tp=2, pp=2, sp=True, ep=2), {}),
     (MOE, Layout(pp=2, ep=2), {"max_tokens_per_microbatch": 24}),
     (MOE, Layout(cp=2, ep=2), {}),
     (Model("qwen3_moe_unnormalised"), Layout(pp=2, vpp=2, ep=2, options={"packed": False}), {}),
