@@ -18,8 +18,9 @@ ACTOR_HINTS = {
     "gradients": SPLIT_MODEL,
     "optimizer": "set actor.distributed_optimizer=true where it is not and raise actor.data_parallel, or "
     + SPLIT_MODEL,
-    "activations": "lower actor.max_tokens_per_microbatch to no less than rollout.max_model_len, or raise actor.tensor_parallel "
-    "(with actor.sequence_parallel=true) or actor.context_parallel",
+    "activations": "lower actor.max_tokens_per_microbatch to no less than rollout.max_model_len, set "
+    "actor.recompute_granularity=full, or raise actor.tensor_parallel (with actor.sequence_parallel=true) or "
+    "actor.context_parallel",
     "backward": "lower actor.max_tokens_per_microbatch or raise actor.tensor_parallel",
     "logprob_chunk": "lower actor.logprob_chunk_tokens or raise actor.tensor_parallel",
     "overhead": "take GPUs of more memory",
@@ -78,7 +79,9 @@ def make_plan(config: TrainConfig, shape: ModelShape, cluster: Cluster, work: Wo
         parameters=model_parameters(shape),
         active_parameters=active_parameters(shape),
         parameters_of_rank=stage_parameters(shape, config.actor, stage).total,
-        flops_per_token=training_flops(shape, config.algorithm, (work.prompt_tokens + work.response_tokens) / 2),
+        flops_per_token=training_flops(
+            shape, config.algorithm, config.actor, (work.prompt_tokens + work.response_tokens) / 2
+        ),
         has_experts=shape.num_experts > 0,
         stage=stage,
         actor=actor,
