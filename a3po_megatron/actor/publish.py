@@ -9,7 +9,6 @@ controller and is in the weight group. A model with a tied head sends its embedd
 
 import base64
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -64,18 +63,18 @@ class Publisher:
         """
         if self._link is None:
             while self._control.tell(None) == SEND:  # the others wait here for the controller
-                _walk(self._actor.export_weights(first_stage_only=True))
+                for _ in self._actor.export_weights(first_stage_only=True):
+                    pass
             return 0.0
         waited_s, again = 0.0, True
         while again:
             plan = self._begin(version)
             waited_s += float(plan["waited_s"])
             began = time.monotonic()
-            sent, error = self._attempt(version, plan)
-            keeps = bool(plan["keep_in"]) and not (error or sent.keep_error)
+            sent = self._attempt(version, plan)
             if sent.keep_error:
                 self._say_not_kept(version, sent.keep_error)
-            message = PublicationSent(version, time.monotonic() - began, sent.num_bytes, error, keeps)
+            message = PublicationSent(version, time.monotonic() - began, sent.num_bytes, sent.error, sent.kept)
             outcome = self._finish(message)
             for name, reason in outcome["failed"].items():
                 print(f"actor: version {version} did not reach replica {name}: {reason}", flush=True)
@@ -108,24 +107,22 @@ class Publisher:
                 raise
             raise PublicationError(f"publication of version {message.version}: {message.error}; {known}") from known
 
-    def _attempt(self, version: int, plan: dict[str, Any]) -> tuple[Sent, str]:
-        """Join the group if it is new, and send. Returns what was sent and why it failed, or an empty reason."""
+    def _attempt(self, version: int, plan: dict[str, Any]) -> Sent:
+        """Join the group if it is new, and send."""
         if not plan["members"]:
-            return Sent(), ""  # whoever lacked the weights has died meanwhile
+            return Sent()  # whoever lacked the weights has died meanwhile
         try:
             self._join(plan)
         except GroupBroken as error:
-            return Sent(), str(error)
+            return Sent(error=str(error))
         self._control.tell(SEND)
         assert self._sender is not None
-        stream = iter(self._actor.export_weights(first_stage_only=True))
         keep_in = Path(plan["keep_in"]) if plan["keep_in"] else None
-        try:
-            return self._sender.send(self._specs, stream, version, plan["bucket_bytes"], keep_in), ""
-        except GroupBroken as error:
+        stream = self._actor.export_weights(first_stage_only=True)
+        sent = self._sender.send(self._specs, stream, version, plan["bucket_bytes"], keep_in)
+        if sent.error:
             self.close()
-            _walk(stream)  # the other ranks gather to the end
-            return Sent(), str(error)
+        return sent
 
     def _join(self, plan: dict[str, Any]) -> None:
         """Be in the group of the plan's epoch; one sender without a group serves for files."""
@@ -145,8 +142,3 @@ class Publisher:
             f"actor: version {version} is not kept as files ({reason}): a replica that restarts waits for the next one",
             flush=True,
         )
-
-
-def _walk(stream: Iterator[Any]) -> None:
-    for _ in stream:
-        pass

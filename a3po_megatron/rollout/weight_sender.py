@@ -7,7 +7,6 @@ wire, file                     | bucket 0             | bucket 1             | .
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +23,8 @@ class Sent:
     """What was sent, and where the time went: seconds of gathering, packing, and waiting for the wire and the files."""
 
     num_bytes: int = 0
+    error: str = ""  # how the group broke
+    kept: bool = False  # whether all of it lies as files where it was to be kept
     keep_error: str = ""  # why the version was not kept as files, though that was asked for
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("gather", "pack", "wire", "file"), 0.0))
 
@@ -31,8 +32,8 @@ class Sent:
 class WeightSender:
     """Rank 0 of one weight group, or of none (files only). Holds two buckets, reused, besides the tensor at hand.
 
-    After any error the group is closed, so that receivers fail at once instead of at their deadline; make a new sender
-    with the rendezvous of the next epoch.
+    After any error, and when the group broke, it is closed, so that receivers fail at once instead of at their deadline; make a
+    new sender with the rendezvous of the next epoch.
     """
 
     def __init__(self, group: TransferGroup | None) -> None:
@@ -50,8 +51,9 @@ class WeightSender:
     ) -> Sent:
         """Send `tensors`, which must be those of `specs` in that order, as weights of `version`; keep them in `keep_in`.
 
-        Raises ValueError when tensors and specs differ, GroupBroken when a receiver fails or is too slow. A disk that fails is
-        no error: the receivers get their weights all the same.
+        A group that breaks is told in `Sent.error`; the tensors are taken to the end all the same, for the files and because other
+        ranks gather along. A disk that fails is told in `Sent.keep_error`; the receivers get their weights all the same. Raises
+        ValueError when tensors and specs differ.
         """
         sent, plan = Sent(), buckets.plan(specs, bucket_bytes)
         stream = _Timed(iter(tensors), sent)
@@ -60,15 +62,15 @@ class WeightSender:
             for number, bucket in enumerate(plan):
                 slot = self._slots[number % 2]
                 slot.wait(sent)
-                began, gathered = time.perf_counter(), sent.seconds["gather"]
-                flat = buckets.pack(bucket, stream, slot.room(bucket))
+                flat = self._pack(bucket, stream, slot, sent)
                 if number + 1 == len(plan) and (extra := next(stream, None)) is not None:
                     raise ValueError(f"{extra[0]} is not in the manifest: the tensors go on after its end")
+                began = time.perf_counter()
                 buckets.seal(bucket, flat, version, number)
-                sent.seconds["pack"] += time.perf_counter() - began - (sent.seconds["gather"] - gathered)
-                if self._group:
-                    slot.sending = self._group.broadcast(
-                        flat, f"sending bucket {number + 1} of {len(plan)} of version {version}"
+                sent.seconds["pack"] += time.perf_counter() - began
+                if self._group and not sent.error:
+                    slot.send(
+                        self._group, flat, f"sending bucket {number + 1} of {len(plan)} of version {version}", sent
                     )
                 if files:
                     slot.writing = files.write(bucket, flat)
@@ -76,20 +78,29 @@ class WeightSender:
             for slot in self._slots:
                 slot.wait(sent)
             if files:
-                files.commit()
+                sent.kept = files.commit()
         except BaseException:
             self.close()
             raise
         finally:
             if files:
                 files.close()
+        if sent.error:
+            self.close()
         return sent
+
+    def _pack(
+        self, bucket: Bucket, stream: Iterator[tuple[str, torch.Tensor]], slot: "_Slot", sent: Sent
+    ) -> torch.Tensor:
+        began, gathered = time.perf_counter(), sent.seconds["gather"]
+        flat = buckets.pack(bucket, stream, slot.room(bucket))
+        sent.seconds["pack"] += time.perf_counter() - began - (sent.seconds["gather"] - gathered)
+        return flat
 
     def close(self) -> None:
         """Leave the group, once what is on its way has arrived or failed, and free the buckets."""
         for slot in self._slots:
-            with suppress(GroupBroken):
-                slot.wait(Sent())
+            slot.wait(Sent())
             slot.buffer = torch.empty(0, dtype=torch.uint8)
         if self._group:
             self._group.close()
@@ -108,6 +119,12 @@ class _Slot:
             self.buffer = torch.empty(bucket.wire_bytes, dtype=torch.uint8, device=self.buffer.device)
         return self.buffer
 
+    def send(self, group: TransferGroup, flat: torch.Tensor, what: str, sent: Sent) -> None:
+        try:
+            self.sending = group.broadcast(flat, what)
+        except GroupBroken as error:
+            sent.error = str(error)
+
     def wait(self, sent: Sent) -> None:
         """Return once the buffer may be overwritten."""
         began = time.perf_counter()
@@ -116,12 +133,13 @@ class _Slot:
         try:
             if sending is not None:
                 sending.wait()
-        finally:
-            arrived = time.perf_counter()
-            if writing is not None:
-                writing.result()
-            sent.seconds["wire"] += arrived - began
-            sent.seconds["file"] += time.perf_counter() - arrived
+        except GroupBroken as error:
+            sent.error = sent.error or str(error)
+        arrived = time.perf_counter()
+        if writing is not None:
+            writing.result()
+        sent.seconds["wire"] += arrived - began
+        sent.seconds["file"] += time.perf_counter() - arrived
 
 
 class _Files:
@@ -139,13 +157,16 @@ class _Files:
     def write(self, bucket: Bucket, flat: torch.Tensor) -> "Future[None]":
         return self._pool.submit(self._write, bucket, flat)
 
-    def commit(self) -> None:
+    def commit(self) -> bool:
+        """Show the version; return whether all of it is there."""
         if self._writer:
             try:
                 self._writer.commit()
                 self._writer = None
+                return True
             except OSError as error:
                 self._fail(error)
+        return False
 
     def close(self) -> None:
         """End the thread; remove what was not committed."""

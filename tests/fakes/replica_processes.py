@@ -65,9 +65,8 @@ class Sender:
         specs = specs_of(tensors)
         while True:
             plan = await self._fleet.begin_publication(version, manifest_of(specs), transfer)
-            sent, error = await asyncio.to_thread(self._attempt, plan, specs, tensors, version, kind)
-            kept = bool(plan["keep_in"]) and not (error or sent.keep_error)
-            self.outcomes.append(await self._fleet.finish_publication(version, error, kept))
+            sent = await asyncio.to_thread(self._attempt, plan, specs, tensors, version, kind)
+            self.outcomes.append(await self._fleet.finish_publication(version, sent.error, sent.kept))
             if not self.outcomes[-1]["again"]:
                 return self.outcomes[-1]
 
@@ -78,9 +77,9 @@ class Sender:
         tensors: Tensors,
         version: int,
         kind: type[WeightSender],
-    ) -> tuple[Sent, str]:
+    ) -> Sent:
         if not plan["members"]:
-            return Sent(), ""
+            return Sent()
         keep_in = Path(plan["keep_in"]) if plan["keep_in"] else None
         try:
             if plan["rendezvous"]["transfer"] == "file":
@@ -89,10 +88,12 @@ class Sender:
                 self.close()
                 self._sender = kind(join_group(plan["rendezvous"], SENDER_RANK, self._timeout_s, HOST))
                 self.epoch = plan["epoch"]
-            return self._sender.send(specs, tensors, version, plan["bucket_bytes"], keep_in), ""
         except GroupBroken as error:
+            return Sent(error=str(error))
+        sent = self._sender.send(specs, tensors, version, plan["bucket_bytes"], keep_in)
+        if sent.error:
             self.close()
-            return Sent(), str(error)
+        return sent
 
     def close(self) -> None:
         if self._sender is not None:
