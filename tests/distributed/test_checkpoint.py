@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from a3po_megatron.actor.checkpoint import load_checkpoint, save_checkpoint
+from a3po_megatron.actor.checkpoint import load_checkpoint
+from a3po_megatron.actor.checkpoint_writer import save_checkpoint
 from a3po_megatron.checkpoint_folder import newest_complete
 from a3po_megatron.config.schema import OptimizerConfig
 from a3po_megatron.errors import UserError
