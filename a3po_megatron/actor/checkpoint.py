@@ -4,7 +4,9 @@ A checkpoint is a folder `step_NNNNNN` of megatron's dist_checkpointing format w
 describes it, `checkpoint_folder.py` its life, `checkpoint_writer.py` how it is written while training goes on.
 """
 
+import io
 import json
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,11 +50,7 @@ def load_checkpoint(actor: Actor, folder: Path) -> int:
         for optimizer in actor.optimizer.chained_optimizers:
             # Makes the state that loading fills (distrib_optimizer.py); without it there is none before the first step.
             optimizer._init_optimizer_states_with_dummy_values()
-    state, reason = {}, None
-    try:
-        state = _load(actor, folder)
-    except UserError as error:
-        reason = str(error)
+    state, reason = _load(actor, folder)
     if reason := first_reason(reason):
         raise UserError(reason)
     for name, chunk in zip(_chunk_names(actor), actor.models, strict=True):
@@ -66,32 +64,25 @@ def load_checkpoint(actor: Actor, folder: Path) -> int:
     return int(state["step"])
 
 
-def _load(actor: Actor, folder: Path) -> dict[str, Any]:
-    """Return the state as megatron reads it into this rank's shards, and the random state. Raises UserError."""
+def _load(actor: Actor, folder: Path) -> tuple[dict[str, Any], str | None]:
+    """Return the state as megatron reads it into this rank's shards, with the random state; and why it cannot be loaded."""
     try:
         with restricted_reading(folder):
             state, left, absent = dist_checkpointing.load(
                 checkpoint_state(actor, is_loading=True, step=0), str(folder), strict=StrictHandling.RETURN_ALL
             )
-    except UserError:
-        raise
+        left = {name for name in left if not _is_extra_state(name)}  # in the checkpoint, of no use here
+        if left or absent:
+            names = [f"{what} {min(some)}" for what, some in (("it lacks", absent), ("it also holds", left)) if some]
+            raise UserError(f"{folder}: the checkpoint does not fit the model: {' and '.join(names)}")
+        own = folder / random_file(dist.get_rank() if state["layout"] == _layout(actor) else 0)
+        return {**state, "random": load_plain(own, own.read_bytes())}, None
     except (Exception, CheckpointException) as error:  # megatron and torch raise whatever a damaged file leads to
-        cause = _cause(error)
-        raise (
-            cause
-            if isinstance(cause, UserError)
-            else UserError(f"{folder}: the checkpoint cannot be read or does not fit the model: {_one_line(cause)}")
-        ) from error
-    left = {name for name in left if not _is_extra_state(name)}  # in the checkpoint, of no use here
-    if left or absent:
-        names = [f"{what} {min(some)}" for what, some in (("it lacks", absent), ("it also holds", left)) if some]
-        raise UserError(f"{folder}: the checkpoint does not fit the model: {' and '.join(names)}")
-    own = folder / random_file(dist.get_rank() if state["layout"] == _layout(actor) else 0)
-    try:
-        content = own.read_bytes()
-    except OSError as error:
-        raise UserError(f"{own}: damaged checkpoint: {error.strerror}") from error
-    return {**state, "random": load_plain(own, content)}
+        cause = root_cause(error)
+        _forget_frames(error)
+        if isinstance(cause, UserError):
+            return {}, str(cause)
+        return {}, f"{folder}: the checkpoint cannot be read or does not fit the model: {one_line(cause)}"
 
 
 def checkpoint_state(actor: Actor, *, is_loading: bool, step: int) -> dict[str, Any]:
@@ -116,7 +107,9 @@ def checkpoint_state(actor: Actor, *, is_loading: bool, step: int) -> dict[str, 
 
 def write_own_files(folder: Path, objective: Mapping[str, float]) -> None:
     """Write what megatron does not: this rank's random state, and on rank 0 what the objective remembers."""
-    torch.save(collect_random_state(), folder / random_file(dist.get_rank()))
+    content = io.BytesIO()
+    torch.save(collect_random_state(), content)
+    (folder / random_file(dist.get_rank())).write_bytes(content.getvalue())
     if dist.get_rank() == 0:
         (folder / OBJECTIVE).write_text(json.dumps(dict(objective)))
 
@@ -146,16 +139,27 @@ def _layout(actor: Actor) -> dict[str, int]:
     return {name: getattr(settings, f"{name}_parallel") for name in names}
 
 
-def _cause(error: BaseException) -> BaseException:
-    """Return what torch has wrapped, with the rank's number, into its own exception."""
-    if isinstance(error, CheckpointException) and error.failures:
-        return next(iter(error.failures.values()))[0]
+def root_cause(error: BaseException) -> BaseException:
+    """Return the user's or the system's error that led to `error`, or the first of all."""
+    while not isinstance(error, UserError | OSError):
+        wrapped = error.failures.values() if isinstance(error, CheckpointException) else ()
+        before = next((failure for failure, _ in wrapped), None) or error.__cause__ or error.__context__
+        if before is None:
+            break
+        error = before
     return error
 
 
-def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+def one_line(error: BaseException) -> str:
+    """Return what kind of error it is and the first line of its message."""
+    return " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]])
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Let go of what the frames of an error hold. Torch's own cycle would keep process groups and their threads for ever."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _is_extra_state(name: str) -> bool:

@@ -17,6 +17,7 @@ import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +111,15 @@ def load_plain(path: Path, content: bytes) -> Any:
 
 
 class _Reader(FileSystemReader):
-    """torch's reader, with both pickles read as the module's docstring says."""
+    """torch's reader, with both pickles read as the module's docstring says; megatron makes several, for one `metadata`."""
+
+    def __init__(self, path: str, metadata: Metadata) -> None:
+        super().__init__(path)
+        self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = read_metadata(Path(self.path))
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        storage_meta = self._metadata.storage_meta or StorageMeta()
+        return replace(self._metadata, storage_meta=replace(storage_meta, load_id=self.load_id))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
         def load_bytes(item: ReadItem, value: io.BytesIO) -> None:
@@ -137,10 +140,11 @@ def restricted_reading(folder: Path) -> Iterator[None]:
     """For a while, let megatron read checkpoints by the restricted reader. Raises UserError for a `common.pt`."""
     if (folder / COMMON_STATE_FNAME).exists():
         raise UserError(f"{folder / COMMON_STATE_FNAME}: refused: a checkpoint of another program or version")
+    metadata = read_metadata(folder)
     modules = (serialization, torch_strategy)
     before = [module._get_filesystem_reader for module in modules]
     for module in modules:
-        module._get_filesystem_reader = lambda checkpoint_dir, *args, **kwargs: _Reader(checkpoint_dir)
+        module._get_filesystem_reader = lambda checkpoint_dir, *args, **kwargs: _Reader(checkpoint_dir, metadata)
     try:
         yield
     finally:

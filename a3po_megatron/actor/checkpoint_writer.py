@@ -22,7 +22,14 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from a3po_megatron.actor.actor import Actor
-from a3po_megatron.actor.checkpoint import checkpoint_state, first_reason, random_file, write_own_files
+from a3po_megatron.actor.checkpoint import (
+    checkpoint_state,
+    first_reason,
+    one_line,
+    random_file,
+    root_cause,
+    write_own_files,
+)
 from a3po_megatron.actor.checkpoint_reading import read_metadata
 from a3po_megatron.checkpoint_folder import begin_folder, finish_folder, incomplete_folder, prune, step_folder
 from a3po_megatron.config.schema import RunConfig
@@ -114,7 +121,7 @@ def _begin(actor: Actor, root: Path, step: int, objective: Mapping[str, float], 
         try:
             begin_folder(root, step)
         except OSError as error:
-            failures.append(str(error))
+            failures.append(one_line(error))
     _raise_first(folder, failures)
     # The thread hands its results over within this process; upstream's default queue would start a manager process for them
     # on every rank (several seconds, and left over when a rank is killed).
@@ -124,8 +131,8 @@ def _begin(actor: Actor, root: Path, step: int, objective: Mapping[str, float], 
     request = dist_checkpointing.save(state, str(folder), async_sharded_save=True, async_strategy="mcore")
     try:
         write_own_files(folder, objective)
-    except (OSError, RuntimeError) as error:
-        failures.append(str(error))
+    except OSError as error:
+        failures.append(one_line(error))
     buckets = _snapshot(request, copy=in_background)
     thread = threading.Thread(target=_write, args=(request, buckets, results, failures), name="checkpoint", daemon=True)
     thread.start()
@@ -152,7 +159,7 @@ def _write(
         transforms = request.async_fn.args[0]  # as megatron's own loop over buckets, which keeps the error to itself
         _, outcome = FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, None, None, use_fsync=True)
         if isinstance(outcome, Exception):
-            failures.append(f"{type(outcome).__name__}: {outcome}" if str(outcome) else type(outcome).__name__)
+            failures.append(one_line(root_cause(outcome)))
         written[index] = outcome
     if buckets:
         results.put(written)
