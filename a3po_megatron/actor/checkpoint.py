@@ -68,6 +68,7 @@ def _load(actor: Actor, folder: Path) -> tuple[dict[str, Any], str | None]:
     """Return the state as megatron reads it into this rank's shards, with the random state; and why it cannot be loaded."""
     try:
         with restricted_reading(folder):
+            _check_same_form(actor, dist_checkpointing.load_common_state_dict(str(folder)), folder)
             state, left, absent = dist_checkpointing.load(
                 checkpoint_state(actor, is_loading=True, step=0), str(folder), strict=StrictHandling.RETURN_ALL
             )
@@ -101,6 +102,7 @@ def checkpoint_state(actor: Actor, *, is_loading: bool, step: int) -> dict[str, 
         "optimizer": actor.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata),
         "scheduler_steps": actor.scheduler.num_steps,
         "layout": _layout(actor),
+        "form": _form(actor),
         "step": step,
     }
 
@@ -137,6 +139,19 @@ def _layout(actor: Actor) -> dict[str, int]:
     settings = actor.settings
     names = ("tensor", "pipeline", "virtual_pipeline", "context", "data", "expert", "expert_tensor")
     return {name: getattr(settings, f"{name}_parallel") for name in names}
+
+
+def _form(actor: Actor) -> dict[str, Any]:
+    """Return what decides which tensors the optimizer's state consists of."""
+    return {"dtype": actor.settings.dtype, "distributed_optimizer": actor.settings.distributed_optimizer}
+
+
+def _check_same_form(actor: Actor, common: dict[str, Any], folder: Path) -> None:
+    for name, now in _form(actor).items():
+        if (written := common.get("form", {}).get(name)) != now:
+            raise UserError(
+                f"actor.{name}={now}: {folder} was written with {written}, which keeps another optimizer state; use the same"
+            )
 
 
 def root_cause(error: BaseException) -> BaseException:

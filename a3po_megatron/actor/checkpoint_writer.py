@@ -77,8 +77,7 @@ class CheckpointWriter:
         if self._pending is None:
             return
         save, self._pending = self._pending, None
-        save.thread.join()
-        save.finish()
+        save.finish(self.actor.settings.timeout_s)
         if dist.get_rank() == 0:
             prune(self.root, self.run.keep_last, self.run.keep_every)
         dist.barrier()
@@ -99,8 +98,14 @@ class _Save:
     failures: list[str]  # filled by the thread
     thread: threading.Thread
 
-    def finish(self) -> None:
-        """Write megatron's metadata and ours, and rename. Raises UserError with the reason of the first rank that failed."""
+    def finish(self, timeout_s: float) -> None:
+        """Wait for the thread, write megatron's metadata and ours, and rename.
+
+        Raises UserError with the reason of the first rank that failed.
+        """
+        self.thread.join(timeout_s)
+        if self.thread.is_alive():
+            self.failures.append(f"not written within actor.timeout_s={timeout_s}")
         _raise_first(self.folder, self.failures)
         for function in self.request.finalize_fns:
             function()

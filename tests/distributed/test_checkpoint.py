@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -127,6 +128,27 @@ def test_a_checkpoint_of_another_model_is_refused(shared_folder: Path) -> None:
     actor.close()
     actor = build_actor(save_model(Model("llama").build(), shared_folder / "llama"), Layout(tp=2, pp=2).config())
     with pytest.raises(UserError, match="does not fit the model"):
+        load_checkpoint(actor, path)
+    actor.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"distributed_optimizer": True}, r"^actor\.distributed_optimizer=True: .*step_000001 was written with False"),
+        ({"dtype": "bfloat16"}, r"^actor\.dtype=bfloat16: .*step_000001 was written with float32"),
+    ],
+)
+def test_an_optimizer_that_keeps_another_state_is_refused_by_its_setting(
+    changes: dict[str, Any], message: str, shared_folder: Path
+) -> None:
+    folder = save_model(Model().build(), shared_folder / "model")
+    actor = build_actor(folder, Layout(tp=2, pp=2).config())
+    actor.train_step(random_sequences(), SupervisedLoss())
+    path = save_checkpoint(actor, shared_folder / "checkpoints", 1)
+    actor.close()
+    actor = build_actor(folder, Layout(tp=2, pp=2).config(**changes))
+    with pytest.raises(UserError, match=message):
         load_checkpoint(actor, path)
     actor.close()
 
