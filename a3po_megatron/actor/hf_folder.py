@@ -47,11 +47,15 @@ class HFFolder:
             raise UserError(f"{self.folder}: {len(missing)} tensors are missing, among them {min(missing)}")
         if extra:
             raise UserError(f"{self.folder}: {len(extra)} tensors belong to no parameter, among them {min(extra)}")
-        for name, shape in expected.items():
-            with safe_open(self._file_of[name], framework="numpy") as file:
-                found = tuple(file.get_slice(name).get_shape())
-            if found != shape:
-                raise UserError(f"{self._file_of[name]}: {name} has shape {found}, config.json says {shape}")
+        in_files: dict[Path, list[str]] = {}
+        for name in expected:
+            in_files.setdefault(self._file_of[name], []).append(name)
+        for path, names in in_files.items():  # opened once: a mixture of experts has thousands of tensors in a file
+            with safe_open(path, framework="numpy") as file:
+                for name in names:
+                    found = tuple(file.get_slice(name).get_shape())
+                    if found != expected[name]:
+                        raise UserError(f"{path}: {name} has shape {found}, config.json says {expected[name]}")
 
 
 def write_hf_folder(

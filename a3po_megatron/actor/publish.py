@@ -78,7 +78,10 @@ class Publisher:
             rendezvous = plan["rendezvous"]
             try:
                 self._sender = WeightSender(
-                    rendezvous["store"], rendezvous["world_size"], self._rollout.transfer_timeout_s, self._rollout.host
+                    rendezvous["store"],
+                    rendezvous["world_size"],
+                    self._rollout.transfer_timeout_s,
+                    self._actor.settings.host,
                 )
             except RuntimeError as error:
                 raise self._failure(version, error) from error

@@ -121,6 +121,10 @@ def check_actor(actor: ActorConfig, shape: ModelShape) -> None:
     _at_least("actor.logprob_chunk_tokens", actor.logprob_chunk_tokens, 0)
     if not actor.timeout_s > 0:
         raise UserError(f"actor.timeout_s={actor.timeout_s}: a deadline in seconds above 0")
+    if actor.host in ("", "0.0.0.0", "::"):
+        raise UserError(
+            f"actor.host={actor.host or '(empty)'}: name one address of the first actor node, on a private network"
+        )
     _check_tensor_parallel(actor, shape)
     _check_pipeline(actor, shape)
     _check_experts(actor, shape)

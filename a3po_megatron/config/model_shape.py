@@ -43,20 +43,25 @@ class ModelShape:
         """Whether query and key heads are normalised before the rotary embedding (Qwen3)."""
         return self.family in ("qwen3", "qwen3_moe")
 
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether the projections to query, key and value add a bias (Qwen2, Qwen2.5)."""
+        return self.family == "qwen2"
+
     def padded_vocab_size(self, tensor_parallel: int) -> int:
         """Rows of the embedding on all tensor-parallel ranks together: the vocabulary, rounded up to a multiple."""
         return -(-self.vocab_size // tensor_parallel) * tensor_parallel
 
 
 def read_model_shape(folder: str | Path) -> ModelShape:
-    """Read `folder/config.json`.
+    """Read `folder/config.json`, or the file itself where one is named.
 
     Raises UserError when the folder or file is missing or not JSON, the family is unknown, a key is missing or a feature
     (attention bias, rope scaling, sliding window, another activation, dense layers between layers of experts) is set that
     the actor does not have.
     """
-    path = Path(folder) / "config.json"
-    config = _read_json(Path(folder), path)
+    path = Path(folder) if Path(folder).is_file() else Path(folder) / "config.json"
+    config = _read_json(path.parent, path)
     family = config.get("model_type")
     if family not in FAMILIES:
         raise UserError(f"{path}: model_type '{family}' is not supported; supported: {', '.join(FAMILIES)}")

@@ -67,6 +67,7 @@ class ActorConfig:
     # Of the log-probabilities, once the logits are multiplied out. auto: compiled (torch.compile) on a GPU, plain on a CPU
     logprob_kernel: Literal["auto", "plain", "compiled"] = "auto"
     timeout_s: float = 300.0  # deadline of every collective
+    host: str = "127.0.0.1"  # address of rank 0's node on the private interface over which weights leave it
 
     @property
     def world_size(self) -> int:

@@ -6,6 +6,7 @@ version start, update, finish, with generation paused around them. After a faile
 versions: the fleet drops the replica and its supervisor restarts it.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,6 @@ class JoinInfo(WeightTransferInitInfo):
     first_rank: int  # rank of this server's first worker; the actor has rank 0
     world_size: int  # actor and all workers of all replicas
     timeout_s: float
-    host: str
 
 
 @dataclass
@@ -65,7 +65,7 @@ class GlooWeightEngine(WeightTransferEngine[JoinInfo, VersionInfo]):
         self.shutdown()
         workers = self.parallel_config
         rank = init_info.first_rank + workers.data_parallel_index * workers.world_size + workers.rank
-        self._group = TransferGroup(init_info.store, rank, init_info.world_size, init_info.timeout_s, init_info.host)
+        self._group = TransferGroup(init_info.store, rank, init_info.world_size, init_info.timeout_s, own_host())
 
     def start_weight_update(self) -> None:
         """Put every layer back into the state in which it can be loaded."""
@@ -110,6 +110,11 @@ class GlooWeightEngine(WeightTransferEngine[JoinInfo, VersionInfo]):
         if self._group is not None:
             self._group.close()
             self._group = None
+
+
+def own_host() -> str:
+    """Return the address of this server's node on the interface to use, which its supervisor put into the environment."""
+    return os.environ["VLLM_HOST_IP"]
 
 
 def tied_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

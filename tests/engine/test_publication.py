@@ -11,7 +11,7 @@ import torch
 
 from a3po_megatron.rollout.buckets import TensorSpec, manifest_of
 from a3po_megatron.rollout.client import Generation, PartialGeneration
-from a3po_megatron.rollout.fleet import PublicationError
+from a3po_megatron.rollout.publication import PublicationError
 from a3po_megatron.rollout.sampling import SamplingSettings
 from a3po_megatron.rollout.weight_sender import WeightSender
 from tests.engine.conftest import LiveServer, specs_of, tensors_of

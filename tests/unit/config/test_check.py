@@ -20,12 +20,28 @@ from a3po_megatron.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from a3po_megatron.controller.build import check_controller
 from a3po_megatron.data.arithmetic import TOKENS
 from a3po_megatron.errors import UserError
 
 SMOLLM2 = ModelShape("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192, 1e-5, 1e5, True)
 QWEN = ModelShape("qwen3", 4, 64, 128, 8, 4, 16, 1000, 512, 1e-6, 1e6, False)
 MOE = replace(QWEN, family="qwen3_moe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=36)
+# What the cluster's configurations are for, from the published config.json; their model.path is left to the launcher.
+QWEN3_8B = ModelShape("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, 40960, 1e-6, 1e6, False)
+CLUSTER = {
+    "qwen2_5_1p5b_gsm8k": ModelShape("qwen2", 28, 1536, 8960, 12, 2, 128, 151936, 32768, 1e-6, 1e6, True),
+    "qwen3_8b_dapo": QWEN3_8B,
+    "qwen3_14b_dapo": replace(
+        QWEN3_8B, num_layers=40, hidden_size=5120, intermediate_size=17408, num_attention_heads=40
+    ),
+    "qwen3_32b_dapo": replace(
+        QWEN3_8B, num_layers=64, hidden_size=5120, intermediate_size=25600, num_attention_heads=64
+    ),
+    "qwen3_30b_a3b_dapo": ModelShape(
+        "qwen3_moe", 48, 2048, 6144, 32, 4, 128, 151936, 40960, 1e-6, 1e6, False, 128, 8, 768, True
+    ),
+}
 ROOT = Path(__file__).parents[3]
 
 
@@ -33,7 +49,17 @@ SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
 
 
 def test_there_are_shipped_files() -> None:
-    assert SHIPPED
+    assert {path.stem for path in SHIPPED} >= CLUSTER.keys()
+
+
+@pytest.mark.parametrize("name", CLUSTER)
+def test_a_cluster_configuration_passes_every_check_once_the_launcher_has_named_the_model(name: str) -> None:
+    config = load_config(
+        TrainConfig, ROOT / f"configs/{name}.yaml", ["model.path=/models/named", "run.dir=/runs/named"]
+    )
+    assert (config.actor.device, config.actor.dtype, config.rollout.enforce_eager) == ("cuda", "bfloat16", False)
+    check_train(config, CLUSTER[name])
+    check_controller(config)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
@@ -45,6 +71,8 @@ def test_every_shipped_file_is_valid(path: Path) -> None:
         check_pretrain(load_config(PretrainConfig, path), arithmetic)
     elif recipe == "evaluate":
         load_config(EvaluateConfig, path)  # tests/unit/evaluate/test_target.py checks the settings
+    elif path.stem in CLUSTER:
+        assert not load_config(TrainConfig, path).model.path
     else:
         config = load_config(TrainConfig, path)
         made = ROOT / "configs/models" / Path(config.model.path).name  # what a random model was made from

@@ -6,7 +6,8 @@ import pytest
 
 from a3po_megatron.config.schema import RolloutConfig
 from a3po_megatron.rollout.client import PartialGeneration, ReplicaError
-from a3po_megatron.rollout.fleet import Fleet, PublicationError
+from a3po_megatron.rollout.fleet import Fleet
+from a3po_megatron.rollout.publication import PublicationError
 from a3po_megatron.rollout.sampling import SamplingSettings
 from tests.unit.rollout.fake_replica import FakeReplica
 
@@ -221,7 +222,7 @@ def test_a_replica_that_dies_while_it_receives_ends_the_wait_for_it(tmp_path):
         async def never(replica, *arguments):
             await asyncio.sleep(60)
 
-        for replica in setup.fleet._replicas.values():
+        for replica in setup.fleet._replicas:
             replica.client.update_weights = never
         await setup.fleet.begin_publication(1, MANIFEST)
         await setup.fleet.deregister("a", "killed by SIGKILL")
