@@ -47,7 +47,7 @@ load_site() {
   if [ -n "${SITE_ENV:-}" ] && [ ! -r "$SITE_ENV" ]; then fail "SITE_ENV=$SITE_ENV: cannot read it"; fi
   # shellcheck disable=SC1090  # the site's own file
   if [ -r "${SITE_ENV:=$A3PO_HOME/slurm/site.env}" ]; then source "$SITE_ENV"; fi
-  : "${PYTHON:=$A3PO_HOME/.venv/bin/python}" "${GPUS_PER_NODE:=8}" "${INTERFACE:=}" "${PREFLIGHT_S:=300}"
+  : "${PYTHON:=$A3PO_HOME/.venv/bin/python}" "${GPUS_PER_NODE:=8}" "${GPU_MEMORY_GB:=80}" "${INTERFACE:=}" "${PREFLIGHT_S:=300}"
   [ ${#CONTAINER[@]} -gt 0 ] || command -v "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON: no such program; run 'make setup' in $A3PO_HOME"
   export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} PYTHON SITE_ENV A3PO_HOME INTERFACE
 }
@@ -67,7 +67,7 @@ settle() {
     export A3PO_DATA=$DATA_DIR
   fi
   local name
-  for name in ACTOR_NODES ROLLOUT_NODES ACTOR_RANKS_PER_NODE GPUS_PER_NODE MIN_FREE_GB STOP_S PREFLIGHT_S TP PP CP EP DP ROLLOUT_TP \
+  for name in ACTOR_NODES ROLLOUT_NODES ACTOR_RANKS_PER_NODE GPUS_PER_NODE GPU_MEMORY_GB MIN_FREE_GB STOP_S PREFLIGHT_S TP PP CP EP DP ROLLOUT_TP \
     REPLICAS_PER_NODE; do
     [[ ${!name:-0} =~ ^[0-9]+$ ]] || fail "$name=${!name}: expected a whole number"
   done
@@ -107,7 +107,7 @@ split_nodes() {
   ROLLOUTS=("${nodes[@]: -ROLLOUT_NODES}")
   ALL=("${nodes[@]}")
   JOB_ARGUMENTS=("$CONFIG" "${OVERRIDES[@]}" --actor-nodes "$(join "${ACTORS[@]}")" --rollout-nodes "$(join "${ROLLOUTS[@]}")"
-    --actor-ranks-per-node "$ACTOR_RANKS_PER_NODE" --gpus-per-node "$GPUS_PER_NODE")
+    --actor-ranks-per-node "$ACTOR_RANKS_PER_NODE" --gpus-per-node "$GPUS_PER_NODE" --gpu-memory-gb "$GPU_MEMORY_GB")
 }
 
 join() { local IFS=,; echo "$*"; }

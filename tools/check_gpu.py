@@ -1,6 +1,6 @@
 """Checks of the actor on one GPU, in less than eight minutes: is it right, how fast is it, what memory does it take.
 
-parity     a small random model, dense and with experts, in float32 and bfloat16: log-probabilities, loss and gradient norm
+parity     small random models, dense, with biases, with experts, in float32 and bfloat16: log-probabilities, loss and gradient norm
            against tools/plain_model.py on the CPU
 training   optimizer steps of Qwen2.5-1.5B's shape with random weights: tokens a second, model FLOPs utilisation, peak memory
            beside what a3po_megatron/estimate computes
@@ -69,10 +69,21 @@ class Sizes:
     repeats: int
 
 
+def with_biases(fields: Fields) -> Fields:
+    """Return the same model of the Qwen2 family, whose heads have hidden_size / num_attention_heads dimensions."""
+    return {name: value for name, value in fields.items() if name != "head_dim"} | {"model_type": "qwen2"}
+
+
 FULL_SIZES = Sizes(
-    {"dense": SMALL, "experts": SMALL | EXPERTS}, (300, 17, 512, 130), QWEN2_5_1P5B, QWEN3_8B, 32, 1024, 3
+    {"dense": SMALL, "biases": with_biases(SMALL), "experts": SMALL | EXPERTS},
+    (300, 17, 512, 130),
+    QWEN2_5_1P5B,
+    QWEN3_8B,
+    32,
+    1024,
+    3,
 )
-TOY_SIZES = Sizes({"dense": TOY, "experts": TOY | EXPERTS}, (9, 5, 12), TOY, TOY, 4, 16, 1)
+TOY_SIZES = Sizes({"dense": TOY, "biases": with_biases(TOY), "experts": TOY | EXPERTS}, (9, 5, 12), TOY, TOY, 4, 16, 1)
 # Of the mean difference of a log-probability and of the gradient norm (relative). The mean, for one router's choice between two
 # experts that are nearly alike turns a rounding into a large difference of that token. Three times what was seen on CPUs in
 # float32, 1.5 times in bfloat16. On GPUs nothing was seen yet: Transformer Engine multiplies float32 as TF32, which has 3 bits

@@ -133,8 +133,13 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _is_derived(name: str, expected: dict[str, tuple[int, ...]]) -> bool:
-    """Whether a tensor repeats what is known, as transformers treats it: a tied output layer, or rotary frequencies."""
-    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and name not in expected)
+    """Whether a tensor repeats what is known, as transformers treats it: a tied output layer, or rotary frequencies.
+
+    So does Transformer Engine's `_extra_state`, which some converters leave behind: scales of 8-bit kernels, which a model of
+    16 or 32 bits does not use.
+    """
+    repeats = name.endswith(("rotary_emb.inv_freq", "._extra_state"))
+    return repeats or (name == "lm_head.weight" and name not in expected)
 
 
 def _names(path: Path) -> list[str]:

@@ -40,6 +40,7 @@ def pretrain(config: PretrainConfig, shape: ModelShape) -> float:
     writer = CheckpointWriter(actor, folder / "checkpoints", config.run)
     loss, accuracy, done = SupervisedLoss(), None, first
     if log:
+        print(f"actor: {actor.kernels.describe()}", flush=True)
         log.open(first)
     for step in range(first, config.run.num_steps):
         report = actor.train_step(draw_batch(train, config.batch_size, config.run.seed, step), loss)

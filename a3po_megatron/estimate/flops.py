@@ -6,7 +6,9 @@ product with the values, 4 x heads x head size a layer and attended token (Chowd
 
 from a3po_megatron.config.algorithm import AlgorithmConfig
 from a3po_megatron.config.model_shape import ModelShape
-from a3po_megatron.estimate.parameters import active_parameters
+from a3po_megatron.config.schema import ActorConfig
+from a3po_megatron.estimate.activations import recomputed_layers
+from a3po_megatron.estimate.parameters import active_parameters, layers_of_stage
 
 
 def forward_flops(shape: ModelShape, context: float) -> float:
@@ -25,10 +27,23 @@ def model_flops(shape: ModelShape, context: float) -> float:
     return 3 * forward_flops(shape, context)
 
 
-def training_flops(shape: ModelShape, algorithm: AlgorithmConfig, context: float) -> float:
-    """Return what the actor does a token of a batch: every epoch, the logits once more in backward, and extra passes."""
-    steps = algorithm.num_epochs * (model_flops(shape, context) + head_flops(shape))
+def training_flops(shape: ModelShape, algorithm: AlgorithmConfig, actor: ActorConfig, context: float) -> float:
+    """Return what the actor does a token of a batch: every epoch, what backward computes again, and extra passes."""
+    again = head_flops(shape) + recomputed_flops(shape, actor, context)
+    steps = algorithm.num_epochs * (model_flops(shape, context) + again)
     return steps + extra_passes(algorithm) * forward_flops(shape, context)
+
+
+def recomputed_flops(shape: ModelShape, actor: ActorConfig, context: float) -> float:
+    """Return what `actor.recompute_granularity` adds to the backward pass of a token; attention alone is not counted."""
+    if actor.recompute_granularity == "full":
+        stages = range(actor.pipeline_parallel)
+        layers = sum(recomputed_layers(shape, actor, layers_of_stage(shape, actor, stage)) for stage in stages)
+        return layers / shape.num_layers * (forward_flops(shape, context) - head_flops(shape))
+    if actor.recompute_granularity == "selective" and {"mlp", "moe"} & set(actor.recompute_modules):
+        chosen = shape.num_experts_per_tok * shape.moe_intermediate_size or shape.intermediate_size
+        return 2 * shape.num_layers * shape.hidden_size * (3 * chosen + shape.num_experts)
+    return 0.0
 
 
 def extra_passes(algorithm: AlgorithmConfig) -> float:

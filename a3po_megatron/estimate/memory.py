@@ -1,31 +1,22 @@
 """Bytes of GPU memory: of one rank of the actor and of one GPU of a vLLM server, item by item.
 
 Exact are parameters, gradients and optimizer, but for the padding of Megatron's buffers (at most 64 elements a parameter): a
-test measures them on real ranks. Activations follow the tensors that the layers keep for the backward pass, in the manner of
-Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198, section 4), for the
-gated MLP and grouped heads of these families and attention that keeps no scores (FlashAttention, arXiv 2205.14135).
+test measures them on real ranks. What the layers keep for backward is in activations.py.
 """
 
 from dataclasses import dataclass, fields
 
 from a3po_megatron.config.model_shape import ModelShape
 from a3po_megatron.config.schema import ActorConfig, RolloutConfig
-from a3po_megatron.estimate.parameters import (
-    Split,
-    embedding_parameters,
-    layer_parameters,
-    layers_of_stage,
-    stage_parameters,
-)
+from a3po_megatron.estimate.activations import DTYPE_BYTES, layer_bytes_per_token, stage_bytes_per_token
+from a3po_megatron.estimate.parameters import Split, embedding_parameters, layer_parameters, stage_parameters
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 STATE_BYTES = {"float32": 8, "bfloat16": 12}  # of the optimizer, a parameter
 GPU_CHUNK_TOKENS = 2048  # of actor/token_head.py; a test holds the two together
 SERVER_BATCHED_TOKENS = 8192  # vLLM's own default of a server on an 80 GB GPU (vllm/engine/arg_utils.py)
 # Assumptions, not measured: CUDA context, NCCL's buffers and what the allocator loses; of a server also CUDA graphs.
 ACTOR_OVERHEAD_BYTES = 5e9
 SERVER_OVERHEAD_BYTES = 4e9
-EXPERT_IMBALANCE = 1.5  # tokens of the busiest expert-parallel rank over the mean
 
 
 @dataclass(frozen=True)
@@ -67,18 +58,19 @@ def actor_memory(shape: ModelShape, actor: ActorConfig, stage: int) -> ActorMemo
 
     Gradients are float32 in DDP's buffers. Optimizer state, per parameter: 8 bytes of moments and, of bfloat16 parameters, 4 of
     the main one; the distributed optimizer spreads it over the ranks that hold the same parameters (ZeRO stage 1, arXiv
-    1910.02054).
+    1910.02054). What is offloaded to host memory does not count.
     """
     held = stage_parameters(shape, actor, stage)
     width, state = DTYPE_BYTES[actor.dtype], STATE_BYTES[actor.dtype]
+    on_gpu = 1 - actor.optimizer_offload_fraction if actor.optimizer_cpu_offload else 1
     dense_ranks, expert_ranks = _ranks_of_a_copy(actor) if actor.distributed_optimizer else (1, 1)
     tokens = -(-actor.max_tokens_per_microbatch // actor.context_parallel)
     return ActorMemory(
         parameters=held.total * width,
         gradients=held.total * 4,
-        optimizer=state * (held.dense / dense_ranks + held.expert / expert_ranks),
-        activations=tokens * activation_bytes_per_token(shape, actor, stage),
-        backward=tokens * layer_bytes_per_token(shape, actor),
+        optimizer=on_gpu * state * (held.dense / dense_ranks + held.expert / expert_ranks),
+        activations=tokens * stage_bytes_per_token(shape, actor, stage),
+        backward=tokens * layer_bytes_per_token(shape, actor).total,
         logprob_chunk=logprob_chunk_bytes(shape, actor, tokens) if stage == actor.pipeline_parallel - 1 else 0.0,
         overhead=ACTOR_OVERHEAD_BYTES,
     )
@@ -88,43 +80,6 @@ def largest_stage(shape: ModelShape, actor: ActorConfig) -> tuple[int, ActorMemo
     """Return the pipeline stage whose ranks need the most memory, and that memory."""
     stages = [(stage, actor_memory(shape, actor, stage)) for stage in range(actor.pipeline_parallel)]
     return max(stages, key=lambda found: found[1].total)
-
-
-def layer_bytes_per_token(shape: ModelShape, actor: ActorConfig) -> float:
-    """Return what one layer keeps for backward, a token of one context-parallel rank, without recomputation.
-
-    Two norms keep input and output, which sequence parallelism splits; attention keeps fused qkv, rotated query and key, its
-    output and one float32 a head; the MLP keeps gate and up, and their product. Of experts the same counts for every choice of a
-    token, with the dispatched hidden states.
-    """
-    width, tp = DTYPE_BYTES[actor.dtype], actor.tensor_parallel
-    query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    norms = 4 * shape.hidden_size * width / _sequence_split(actor)
-    attention = (width * (3 * query + 3 * key_value) + 4 * shape.num_attention_heads) / tp
-    if not shape.num_experts:
-        return norms + attention + width * 3 * shape.intermediate_size / tp
-    choices = shape.num_experts_per_tok * EXPERT_IMBALANCE / _sequence_split(actor)
-    columns = 3 * shape.moe_intermediate_size  # splits over expert-tensor ranks, which gather as many times the tokens
-    experts = choices * width * (shape.hidden_size * actor.expert_tensor_parallel + columns)
-    router = 3 * 4 * shape.num_experts / _sequence_split(actor)  # float32 logits and probabilities, and the choice
-    return norms + attention + experts + router
-
-
-def activation_bytes_per_token(shape: ModelShape, actor: ActorConfig, stage: int) -> float:
-    """Return what a stage keeps for backward, a token of one context-parallel rank, over the microbatches in flight.
-
-    One forward, one backward keeps pp - stage microbatches of a stage in flight; the interleaved schedule of v chunks adds up to
-    (pp - 1) / v more (Narayanan et al., arXiv 2104.04473, section 2.2). The last stage keeps final norm and gathered hidden states.
-    """
-    pp, vpp = actor.pipeline_parallel, actor.virtual_pipeline_parallel
-    in_flight = pp - stage + ((pp - 1) / vpp if vpp > 1 else 0)
-    kept = in_flight * layers_of_stage(shape, actor, stage) * layer_bytes_per_token(shape, actor)
-    hidden = shape.hidden_size * DTYPE_BYTES[actor.dtype]
-    if stage == 0:
-        kept += in_flight * hidden / _sequence_split(actor)
-    if stage == pp - 1:
-        kept += 2 * hidden / _sequence_split(actor) + hidden
-    return kept
 
 
 def logprob_chunk_bytes(shape: ModelShape, actor: ActorConfig, tokens: int) -> float:
@@ -166,7 +121,3 @@ def _ranks_of_a_copy(actor: ActorConfig) -> tuple[int, int]:
     """Return how many ranks hold the same dense parameters, and how many the same experts."""
     stage_ranks = actor.world_size // actor.pipeline_parallel
     return stage_ranks // actor.tensor_parallel, stage_ranks // (actor.expert_parallel * actor.expert_tensor_parallel)
-
-
-def _sequence_split(actor: ActorConfig) -> int:
-    return actor.tensor_parallel if actor.sequence_parallel else 1

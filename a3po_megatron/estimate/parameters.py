@@ -74,7 +74,12 @@ def layer_parameters(shape: ModelShape, split: Split | None = None) -> Parameter
 
 def layers_of_stage(shape: ModelShape, actor: ActorConfig, stage: int) -> int:
     """Return the layers of a pipeline stage, over its virtual stages."""
-    return shape.num_layers // actor.pipeline_parallel
+    given = (actor.num_layers_in_first_pipeline_stage, actor.num_layers_in_last_pipeline_stage)
+    if stage == 0 and given[0]:
+        return given[0]
+    if stage == actor.pipeline_parallel - 1 and given[1]:
+        return given[1]
+    return (shape.num_layers - sum(given)) // (actor.pipeline_parallel - sum(map(bool, given)))
 
 
 def stage_parameters(shape: ModelShape, actor: ActorConfig, stage: int) -> Parameters:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from a3po_megatron.config.schema import ActorConfig, TrainConfig
-from a3po_megatron.estimate.memory import DTYPE_BYTES, STATE_BYTES
+from a3po_megatron.estimate.activations import DTYPE_BYTES
+from a3po_megatron.estimate.memory import STATE_BYTES
 from a3po_megatron.estimate.plan import GB, Cluster, Plan
 from a3po_megatron.estimate.step_time import Rates, Workload
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from a3po_megatron.config.model_shape import ModelShape
 from a3po_megatron.config.schema import TrainConfig
+from a3po_megatron.estimate.activations import DTYPE_BYTES
 from a3po_megatron.estimate.flops import forward_flops, training_flops
-from a3po_megatron.estimate.memory import DTYPE_BYTES, ServerMemory
+from a3po_megatron.estimate.memory import ServerMemory
 from a3po_megatron.estimate.parameters import model_parameters
 
 
@@ -112,7 +113,7 @@ def actor_s(shape: ModelShape, config: TrainConfig, tokens: StepTokens, context:
     actor = config.actor
     idle = (actor.pipeline_parallel - 1) / (actor.virtual_pipeline_parallel * tokens.microbatches)
     share = rates.expert_training_utilisation if shape.num_experts else rates.training_utilisation
-    flops = tokens.trained * training_flops(shape, config.algorithm, context)
+    flops = tokens.trained * training_flops(shape, config.algorithm, config.actor, context)
     return flops / (actor.world_size * rates.peak_flops * share) * (1 + idle)
 
 

@@ -197,6 +197,7 @@ class Cluster:
             "GresTypes": "gpu",
             "AccountingStorageType": "accounting_storage/none",
             "JobAcctGatherType": "jobacct_gather/none",
+            "MinJobAge": 86400,  # a finished job can be asked about for as long as the tests last
             "SlurmdTimeout": 30,
             "SlurmctldTimeout": 30,
             "KillWait": 20,

@@ -5,15 +5,8 @@ from dataclasses import replace
 import pytest
 
 from a3po_megatron.config.schema import ActorConfig, RolloutConfig
-from a3po_megatron.estimate.memory import (
-    EXPERT_IMBALANCE,
-    activation_bytes_per_token,
-    actor_memory,
-    largest_stage,
-    layer_bytes_per_token,
-    logprob_chunk_bytes,
-    server_memory,
-)
+from a3po_megatron.estimate.activations import EXPERT_IMBALANCE, layer_bytes_per_token, stage_bytes_per_token
+from a3po_megatron.estimate.memory import actor_memory, largest_stage, logprob_chunk_bytes, server_memory
 from a3po_megatron.estimate.parameters import layer_parameters, model_parameters
 from tests.unit.config.test_check import CLUSTER, MOE, QWEN, QWEN3_8B
 
@@ -38,28 +31,51 @@ def test_the_distributed_optimizer_is_spread_over_data_and_context_ranks_and_exp
 def test_activations_of_a_dense_layer_by_hand() -> None:
     """Hidden 4096, 32 query and 8 key/value heads of 128, MLP 12288: 2 norms x 2, 3 x (4096 + 1024), 3 x 12288, 4 bytes a head."""
     whole = 2 * (4 * 4096 + 3 * 5120 + 3 * 12288) + 4 * 32
-    assert layer_bytes_per_token(QWEN3_8B, BF16) == whole
+    assert layer_bytes_per_token(QWEN3_8B, BF16).total == whole
     tensor = replace(BF16, tensor_parallel=4)
-    assert layer_bytes_per_token(QWEN3_8B, tensor) == 2 * 4 * 4096 + (whole - 2 * 4 * 4096) / 4
-    assert layer_bytes_per_token(QWEN3_8B, replace(tensor, sequence_parallel=True)) == whole / 4
+    assert layer_bytes_per_token(QWEN3_8B, tensor).total == 2 * 4 * 4096 + (whole - 2 * 4 * 4096) / 4
+    assert layer_bytes_per_token(QWEN3_8B, replace(tensor, sequence_parallel=True)).total == whole / 4
 
 
 def test_activations_of_experts_count_every_choice_of_a_token() -> None:
     one = replace(MOE, num_experts_per_tok=1)
-    more = layer_bytes_per_token(MOE, BF16) - layer_bytes_per_token(one, BF16)
+    more = layer_bytes_per_token(MOE, BF16).total - layer_bytes_per_token(one, BF16).total
     assert more == pytest.approx(2 * EXPERT_IMBALANCE * (MOE.hidden_size + 3 * MOE.moe_intermediate_size))
 
 
 def test_the_first_stage_keeps_as_many_microbatches_as_there_are_stages() -> None:
-    layer = layer_bytes_per_token(QWEN, BF16)
+    layer = layer_bytes_per_token(QWEN, BF16).total
     hidden = 2 * QWEN.hidden_size
     stages = replace(BF16, pipeline_parallel=4)
-    assert activation_bytes_per_token(QWEN, stages, 0) == 4 * layer + 4 * hidden
-    assert activation_bytes_per_token(QWEN, stages, 1) == 3 * layer
-    assert activation_bytes_per_token(QWEN, stages, 3) == layer + 3 * hidden
+    assert stage_bytes_per_token(QWEN, stages, 0) == 4 * layer + 4 * hidden
+    assert stage_bytes_per_token(QWEN, stages, 1) == 3 * layer
+    assert stage_bytes_per_token(QWEN, stages, 3) == layer + 3 * hidden
     interleaved = replace(BF16, pipeline_parallel=2, virtual_pipeline_parallel=2)
-    assert activation_bytes_per_token(QWEN, interleaved, 0) == 2.5 * 2 * layer + 2.5 * hidden
+    assert stage_bytes_per_token(QWEN, interleaved, 0) == 2.5 * 2 * layer + 2.5 * hidden
     assert largest_stage(QWEN, stages)[0] == 0
+
+
+def test_recomputation_keeps_inputs_and_one_group_of_layers() -> None:
+    layer, hidden = layer_bytes_per_token(QWEN, BF16), 2 * QWEN.hidden_size
+    ends = 4 * hidden  # embedding, final norm, gathered hidden states
+    full = replace(BF16, recompute_granularity="full")
+    assert stage_bytes_per_token(QWEN, full, 0) == 4 * hidden + layer.total + ends
+    groups = replace(full, recompute_num_layers=2)
+    assert stage_bytes_per_token(QWEN, groups, 0) == 2 * hidden + 2 * layer.total + ends
+    block = replace(full, recompute_method="block", recompute_num_layers=3)
+    assert stage_bytes_per_token(QWEN, block, 0) == 3 * hidden + 2 * layer.total + ends
+    mlp = replace(BF16, recompute_granularity="selective", recompute_modules=["mlp"])
+    saved = layer.mlp + hidden
+    assert stage_bytes_per_token(QWEN, mlp, 0) == 4 * (layer.total - saved) + saved + ends
+    moe, experts = replace(mlp, recompute_modules=["moe"]), layer_bytes_per_token(MOE, BF16)
+    assert stage_bytes_per_token(MOE, moe, 0) == 4 * (experts.total - experts.mlp) + experts.mlp + ends
+    stages = replace(full, pipeline_parallel=2)  # two microbatches in flight, one group computed again at a time
+    assert stage_bytes_per_token(QWEN, stages, 0) == 2 * 2 * hidden + layer.total + 2 * hidden
+
+
+def test_an_offloaded_optimizer_leaves_the_gpu() -> None:
+    actor = replace(BF16, distributed_optimizer=True, optimizer_cpu_offload=True, optimizer_offload_fraction=0.75)
+    assert actor_memory(QWEN, actor, 0).optimizer == 0.25 * 12 * model_parameters(QWEN)
 
 
 def test_context_parallel_ranks_share_the_tokens_of_a_microbatch() -> None:

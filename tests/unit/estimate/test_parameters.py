@@ -13,14 +13,14 @@ from a3po_megatron.estimate.parameters import (
     active_parameters,
     embedding_parameters,
     layer_parameters,
+    layers_of_stage,
     model_parameters,
     stage_parameters,
 )
 from tests.unit.config.test_check import CLUSTER, MOE, QWEN, SMOLLM2
 
-QWEN2 = CLUSTER["qwen2_5_1p5b_gsm8k"]
 WITH_TABLE = [SMOLLM2, QWEN, replace(QWEN, tie_word_embeddings=True), MOE]
-WITH_TABLE += [shape for shape in CLUSTER.values() if shape.family != "qwen2"]
+WITH_TABLE += CLUSTER.values()
 PUBLISHED = {  # as counted on the models' pages
     "qwen2_5_1p5b_gsm8k": 1_543_714_304,
     "qwen3_8b_dapo": 8_190_735_360,
@@ -60,6 +60,12 @@ def test_a_vllm_rank_beyond_the_key_value_heads_repeats_one() -> None:
     a_head = 2 * QWEN.head_dim * QWEN.hidden_size  # key and value
     repeated = 2 * QWEN.hidden_size + 2 * QWEN.head_dim
     assert 2 * (eight - a_head - repeated) == four - a_head - repeated
+
+
+def test_an_uneven_pipeline_has_the_layers_that_are_given_and_shares_the_rest() -> None:
+    shape = replace(QWEN, num_layers=9)
+    actor = ActorConfig(pipeline_parallel=4, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=2)
+    assert [layers_of_stage(shape, actor, stage) for stage in range(4)] == [1, 3, 3, 2]
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from a3po_megatron.config.load import load_config
-from a3po_megatron.config.schema import AlgorithmConfig, TrainConfig
+from a3po_megatron.config.schema import ActorConfig, AlgorithmConfig, TrainConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.estimate import report
-from a3po_megatron.estimate.flops import forward_flops, head_flops, model_flops, training_flops
+from a3po_megatron.estimate.flops import forward_flops, head_flops, model_flops, recomputed_flops, training_flops
 from a3po_megatron.estimate.memory import server_memory
 from a3po_megatron.estimate.plan import Cluster, Plan, make_plan
 from a3po_megatron.estimate.step_time import Rates, Workload, assumed_workload, step_time, step_tokens
@@ -61,11 +61,27 @@ def test_flops_of_a_token_by_hand() -> None:
 
 def test_extra_passes_cost_a_forward_each_and_the_logits_are_made_twice() -> None:
     forward, head = forward_flops(QWEN3_8B, 500), head_flops(QWEN3_8B)
-    assert training_flops(QWEN3_8B, AlgorithmConfig(), 500) == 3 * forward + head
+    assert training_flops(QWEN3_8B, AlgorithmConfig(), ActorConfig(), 500) == 3 * forward + head
     recompute = AlgorithmConfig(method="recompute")
-    assert training_flops(QWEN3_8B, recompute, 500) == 4 * forward + head
+    assert training_flops(QWEN3_8B, recompute, ActorConfig(), 500) == 4 * forward + head
     reused = replace(recompute, reuse_first_forward=True, num_minibatches=4)
-    assert training_flops(QWEN3_8B, reused, 500) == 3.75 * forward + head
+    assert training_flops(QWEN3_8B, reused, ActorConfig(), 500) == 3.75 * forward + head
+
+
+def test_what_backward_computes_again_costs_its_forward_pass() -> None:
+    forward, head = forward_flops(QWEN3_8B, 500), head_flops(QWEN3_8B)
+    full = ActorConfig(recompute_granularity="full")
+    assert recomputed_flops(QWEN3_8B, full, 500) == forward - head
+    block = replace(
+        full, recompute_method="block", recompute_num_layers=3, pipeline_parallel=2, virtual_pipeline_parallel=3
+    )
+    assert recomputed_flops(QWEN3_8B, block, 500) == pytest.approx((forward - head) * 18 / 36)
+    mlp = ActorConfig(recompute_granularity="selective", recompute_modules=["mlp"])
+    assert recomputed_flops(QWEN3_8B, mlp, 500) == 2 * 36 * 3 * 4096 * 12288
+    moe = replace(mlp, recompute_modules=["moe"])
+    of_experts = 2 * 48 * 2048 * (8 * 3 * 768 + 128)
+    assert recomputed_flops(CLUSTER["qwen3_30b_a3b_dapo"], moe, 500) == of_experts
+    assert recomputed_flops(QWEN3_8B, replace(mlp, recompute_modules=["core_attn"]), 500) == 0
 
 
 def test_the_time_of_a_step_by_hand() -> None:
@@ -86,7 +102,7 @@ def test_the_time_of_a_step_by_hand() -> None:
     iteration = (16.381e9 + 64 * 250 * 147456) / (3.35e12 * 0.5) + 0.001
     assert time.decode_iteration_s == pytest.approx(iteration, rel=1e-3)
     assert time.rollout_s == pytest.approx(204_800 / 64 * iteration, rel=1e-3)
-    flops = 128_000 * training_flops(QWEN3_8B, config.algorithm, 250)
+    flops = 128_000 * training_flops(QWEN3_8B, config.algorithm, config.actor, 250)
     assert time.actor_s == pytest.approx(flops / (16 * 989e12 * 0.5))
     assert time.step_s == time.rollout_s + time.publication_s
     assert time.publication_s == pytest.approx(16.381 + time.rebuild_s, rel=1e-3)
