@@ -59,7 +59,9 @@ def look_around(model_path: str, run_dir: Path, job_id: int, num_ports: int) -> 
         driver=driver,
         cuda=_cuda_of_torch(),
         has_cuda_compat=any(
-            (Path(folder) / "libcuda.so.1").exists() for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder
+            (Path(folder) / "libcuda.so.1").exists()
+            for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":")
+            if folder
         ),
         sees_model=(Path(model_path) / "config.json").is_file(),
         free_run_dir_bytes=shutil.disk_usage(run_dir).free,
@@ -137,7 +139,9 @@ def check_facts(facts: Sequence[NodeFacts], gpus_per_node: int, model_path: str,
                 )
     common = [port for port in first.free_ports if all(port in node.free_ports for node in facts)]
     if not common:
-        raise UserError(f"none of {CANDIDATES} places for the job's ports is free on all of {', '.join(n.node for n in facts)}")
+        raise UserError(
+            f"none of {CANDIDATES} places for the job's ports is free on all of {', '.join(n.node for n in facts)}"
+        )
     return common[0]
 
 

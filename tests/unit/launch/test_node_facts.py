@@ -128,7 +128,7 @@ def test_a_hung_nvidia_smi_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(node_facts, "NVIDIA_SMI_S", 0.2)
-    with pytest.raises(UserError, match="nvidia-smi did not answer within 0.2 s"):
+    with pytest.raises(UserError, match="nvidia-smi did not answer"):
         node_facts.look_around(str(tmp_path), tmp_path, 1, 1)
 
 
