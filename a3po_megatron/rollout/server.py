@@ -11,7 +11,8 @@ from pathlib import Path
 
 from a3po_megatron.config.schema import RolloutConfig
 from a3po_megatron.errors import UserError
-from a3po_megatron.rollout.client import ReplicaClient, ReplicaError
+from a3po_megatron.rollout.client import ReplicaClient
+from a3po_megatron.rollout.control import ReplicaError
 from a3po_megatron.rollout.sampling import SamplingSettings
 
 POLL_S = 0.2

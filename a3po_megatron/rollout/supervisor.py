@@ -18,7 +18,8 @@ from typing import Any, Protocol
 import httpx
 
 from a3po_megatron.config.schema import RolloutConfig
-from a3po_megatron.rollout.client import ReplicaClient, ReplicaError
+from a3po_megatron.rollout.client import ReplicaClient
+from a3po_megatron.rollout.control import ReplicaError
 from a3po_megatron.rollout.controller_link import ControllerRefused
 from a3po_megatron.rollout.server import Server, ServerFailed, choose_port
 from a3po_megatron.rollout.server_args import server_command, server_environment
@@ -175,7 +176,7 @@ class Supervisor:
 
     async def _illness(self, server: Server, client: ReplicaClient) -> str | None:
         try:
-            await client.health()
+            await client.health(self._config.stall_timeout_s)
         except ReplicaError as error:
             return f"{server.name} {server.exit_reason() or f'does not answer: {error}'}"
         return None
