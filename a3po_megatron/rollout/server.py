@@ -113,6 +113,18 @@ def choose_port(config: RolloutConfig, slot: int) -> int:
         return int(probe.getsockname()[1])
 
 
+async def free_port(config: RolloutConfig, slot: int, wait_s: float) -> int:
+    """Return `choose_port`, which may become free within `wait_s`: the last server's, or somebody's for a moment."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            return choose_port(config, slot)
+        except UserError:
+            if time.monotonic() >= deadline:
+                raise
+        await asyncio.sleep(POLL_S)
+
+
 def group_members(group: int) -> list[int]:
     """Return the living processes (zombies left out) of a process group, from /proc."""
     members = []

@@ -17,7 +17,7 @@ from a3po_megatron.rollout.replicas import Replica
 async def watch(replica: Replica, config: RolloutConfig, more_room: Callable[[], None]) -> str:
     """Look after `replica` until it is ill and return the reason. Calls `more_room` when it may take more requests."""
     before: Load | None = None
-    progress_at = time.monotonic()
+    looked_at, still_s = time.monotonic(), 0.0
     while True:
         await asyncio.sleep(config.heartbeat_s)
         if replica.held:  # it generates nothing on purpose, and its calls have deadlines of their own
@@ -29,13 +29,15 @@ async def watch(replica: Replica, config: RolloutConfig, more_room: Callable[[],
             return str(error)
         if replica.held:
             continue
-        now = time.monotonic()
-        if before is None or load.tokens != before.tokens or load.running + load.waiting == 0:
-            progress_at = now
-        elif now - progress_at > config.stall_timeout_s:
+        # Two looks far apart say that this process was stopped, perhaps with all the machine: no sign against the replica.
+        since_s = min(time.monotonic() - looked_at, 2 * config.heartbeat_s)
+        looked_at = time.monotonic()
+        gets_on = before is None or load.tokens != before.tokens or load.running + load.waiting == 0
+        still_s = 0.0 if gets_on else still_s + since_s
+        if still_s > config.stall_timeout_s:
             return (
                 f"replica {replica.client.name} at {replica.client.url} has read and written no token for "
-                f"{now - progress_at:.0f} s (rollout.stall_timeout_s={config.stall_timeout_s:g}), though "
+                f"{still_s:.0f} s (rollout.stall_timeout_s={config.stall_timeout_s:g}), though "
                 f"{load.running} requests run and {load.waiting} wait in it"
             )
         if before is not None:
