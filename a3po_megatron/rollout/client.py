@@ -153,7 +153,7 @@ class ReplicaClient(ServerControl):
         async with self._http.stream("POST", "/inference/v1/generate", json=body, timeout=timeout) as response:
             if response.status_code != httpx.codes.OK:
                 self._raise_for(response, await response.aread(), "generate")
-            async for event in events_of(response.aiter_bytes()):
+            async for event in events_of(response.aiter_raw()):
                 if event.error is not None:
                     raise ReplicaError(f"{self._who()}: generate failed: {event.error}")
                 for piece in event.choices:

@@ -12,6 +12,7 @@ import msgspec
 
 from a3po_megatron.config.schema import RolloutConfig
 from a3po_megatron.rollout.messages import Load, read_load
+from a3po_megatron.rollout.transport import AiohttpTransport
 
 
 class ReplicaError(RuntimeError):
@@ -40,8 +41,7 @@ class ServerControl:
             base_url=url,
             headers={"Authorization": f"Bearer {token}"},
             timeout=httpx.Timeout(config.control_timeout_s),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            transport=transport,
+            transport=AiohttpTransport() if transport is None else transport,
             trust_env=False,  # no proxy between roles
         )
 

@@ -132,6 +132,7 @@ def kill_server(second: SecondServer) -> None:
         ("hung", stop_engine, "has read and written no token for"),
         ("killed", kill_server, "connection lost|'load' failed|no answer to 'load'"),
     ],
+    ids=["hung", "killed"],
 )
 def test_responses_of_a_replica_that_fails_while_it_generates_go_on_elsewhere(live, second, name, fault, reason):
     """Last in the file: the second server does not survive it. Its supervisor would restart it (test_supervisor.py)."""
