@@ -87,6 +87,8 @@ async def measure(urls: list[str], num_requests: int, stream_interval: int | Non
             await fleet.register(f"s{index}", url, 1)
         prompts = np.random.default_rng(1).integers(0, 151_000, (num_requests // 8 + 1, PROMPT_TOKENS), dtype=np.int32)
         partials = [PartialGeneration() for _ in lengths]
+        one_token = SamplingSettings(1.0, 1)  # opens the connections, which a run opens once
+        await asyncio.gather(*[fleet.generate([1], one_token, f"w{i}") for i in range(num_requests)])
         before, started, cpu = sent_bytes(urls), time.perf_counter(), time.process_time()
         results = await asyncio.gather(
             *[

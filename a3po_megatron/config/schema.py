@@ -124,7 +124,7 @@ class RolloutConfig:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     min_tokens: int = 0
-    stream_interval: int = 8  # tokens between two partial results of a request
+    stream_interval: int = 32  # tokens between two partial results of a request; fewer cost the controller more
 
     # Requests in flight when new weights arrive go on with them, are aborted and asked again for the rest, or may end first.
     in_flight: Literal["continue", "abort", "drain"] = "continue"

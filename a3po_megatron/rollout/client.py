@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 
 from a3po_megatron.config.schema import RolloutConfig
@@ -149,11 +150,14 @@ class ReplicaClient(ServerControl):
     ) -> Piece:
         """Append tokens to `partial` as they come and return the last piece, which has the ending and the spans."""
         version = current_version()
+        content, headers = msgspec.json.encode(body), {"Content-Type": "application/json"}
         timeout = httpx.Timeout(self._config.control_timeout_s, read=None)  # the caller's deadline covers reading
-        async with self._http.stream("POST", "/inference/v1/generate", json=body, timeout=timeout) as response:
+        async with self._http.stream(
+            "POST", "/inference/v1/generate", content=content, headers=headers, timeout=timeout
+        ) as response:
             if response.status_code != httpx.codes.OK:
                 self._raise_for(response, await response.aread(), "generate")
-            async for event in events_of(response.aiter_raw()):
+            async for event in events_of(response.aiter_bytes()):
                 if event.error is not None:
                     raise ReplicaError(f"{self._who()}: generate failed: {event.error}")
                 for piece in event.choices:

@@ -10,7 +10,7 @@ import aiohttp
 import httpx
 from yarl import URL
 
-READ_BYTES = 2**18  # buffered of one response before its server must wait
+READ_BYTES = 2**16  # buffered of one response before its server must wait
 
 
 class AiohttpTransport(httpx.AsyncBaseTransport):
