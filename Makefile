@@ -8,7 +8,7 @@ PARTS := unit distributed engine system slurm
 PRESENT = $(foreach part,$(PARTS),$(if $(shell find tests/$(part) -name 'test_*.py'),$(part)))
 SHARD ?= 1/1
 
-.PHONY: setup demo smollm2 test test-fast test-full lint clean lock
+.PHONY: setup slurm-packages demo smollm2 test test-fast test-full lint clean lock
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: requirements/cpu.txt tools/setup.sh tools/find_python.sh pyproject.toml
@@ -28,7 +28,7 @@ smollm2: setup
 	@rm -rf runs/smollm2_gsm8k_cpu
 	$(PYTHON_IN_VENV) recipes/run_local.py configs/smollm2_gsm8k_cpu.yaml run.num_steps=2
 
-test: setup
+test: setup slurm-packages
 	@set -e; for part in $(PRESENT); do echo "== tests/$$part"; $(PYTEST) tests/$$part; done
 
 # Without the unit tests that start many processes.
@@ -39,15 +39,21 @@ test-fast: setup
 $(addprefix test-,$(PARTS)): test-%: setup
 	$(PYTEST) tests/$*
 
+test-slurm: slurm-packages
+
+# The distribution's SLURM, where it may be installed; says what is skipped where it may not.
+slurm-packages:
+	@tests/slurm/install.sh
+
 # Sweeps too; SHARD=2/5 runs the second fifth.
-test-full: setup
+test-full: setup slurm-packages
 	@set -e; for part in $(PRESENT); do echo "== tests/$$part"; $(PYTEST) tests/$$part -m "" --shard $(SHARD); done
 
 lint: setup
 	"$(VENV)/bin/ruff" check .
 	"$(VENV)/bin/ruff" format --check .
 	"$(VENV)/bin/mypy"
-	"$(VENV)/bin/shellcheck" tools/*.sh .ci/run
+	"$(VENV)/bin/shellcheck" -x tools/*.sh slurm/*.sh tests/slurm/*.sh .ci/run
 
 # Resolve the pinned lists anew from what they are made of.
 RESOLVE := "$(VENV)/bin/uv" pip compile -q --python-version 3.12 --python-platform x86_64-manylinux_2_28 --no-annotate --no-header

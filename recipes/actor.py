@@ -1,8 +1,9 @@
 """The actor of a run: Megatron-core ranks that train on batches from the controller and publish weights to the fleet.
 
     python -m recipes.actor CONFIG.yaml [actor.tensor_parallel=2 ...] [--print-config]
+    on each of two nodes: python -m recipes.actor CONFIG.yaml --nodes 2 --node-rank I --master FIRST_NODE:PORT
 
-Starts its own ranks; under torchrun it is a rank. Finds the controller at controller.host and controller.port. Writes
+Starts the ranks of its node; under torchrun it is a rank. Finds the controller at controller.host and controller.port. Writes
 checkpoints/ and model/, a Hugging Face folder, below `run.dir`. Ends with exit code 0 when the run is over, 2 for a
 wrong setting or file, 1 for anything else; the last line says why.
 """
@@ -22,7 +23,7 @@ from a3po_megatron.config.model_shape import ModelShape, read_model_shape
 from a3po_megatron.config.schema import TrainConfig
 from a3po_megatron.controller.build import check_controller
 from a3po_megatron.errors import UserError
-from a3po_megatron.launch.ranks import exit_code_of, is_rank, run_ranks
+from a3po_megatron.launch.ranks import Nodes, exit_code_of, is_rank, run_ranks
 from a3po_megatron.run_token import read_run_token
 
 
@@ -32,6 +33,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("config", help="YAML file of the run")
     parser.add_argument("overrides", nargs="*", help="settings to change, for example algorithm.method=recompute")
     parser.add_argument("--print-config", action="store_true", help="print the resolved settings and stop")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes that share the ranks evenly (default: %(default)s)")
+    parser.add_argument("--node-rank", type=int, default=0, help="which of them this is, from 0")
+    parser.add_argument("--master", default="", metavar="HOST:PORT", help="where node 0 listens")
     options = parser.parse_intermixed_args(arguments)
     config = load_config(TrainConfig, options.config, options.overrides)
     shape = read_model_shape(config.model.path)
@@ -43,7 +47,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     token = read_run_token(Path(config.run.dir))
     if not is_rank():
-        return run_ranks("recipes.actor", arguments, config.actor.world_size)
+        nodes = Nodes(options.nodes, options.node_rank, options.master)
+        return run_ranks("recipes.actor", [options.config, *options.overrides], config.actor.world_size, nodes)
     try:
         train_as_rank(config, shape, token)
     except UserError:

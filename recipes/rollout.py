@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="settings such as rollout.num_servers=2")
     parser.add_argument("--controller", required=True, metavar="URL", help="for example http://127.0.0.1:8500")
     parser.add_argument("--node", default=socket.gethostname(), help="name of this node, unique in the run")
+    parser.add_argument("--log-dir", type=Path, help="where the servers write their logs (default: logs in run.dir)")
     arguments = parser.parse_intermixed_args()
     config = load_config(TrainConfig, arguments.config, arguments.overrides)
     check_rollout(config.rollout)
@@ -39,7 +40,7 @@ def main() -> int:
         seed=config.run.seed,
         token=token,
         controller=ControllerLink(arguments.controller, token, timeout_s=config.rollout.control_timeout_s),
-        log_dir=run_dir / "logs",
+        log_dir=arguments.log_dir or run_dir / "logs",
         node=arguments.node,
         device=choose_device(config.rollout),
         say=lambda line: print(f"rollout: {line}", flush=True),

@@ -28,6 +28,7 @@ from a3po_megatron.actor import device as devices
 from a3po_megatron.actor import parallel, pipeline
 from a3po_megatron.actor.hf_folder import HFFolder
 from a3po_megatron.actor.hf_weights import export_weights, load_weights, random_source
+from a3po_megatron.actor.kernels import choose_kernels
 from a3po_megatron.actor.logprobs import make_head, token_is_greedy, token_logprobs, token_output
 from a3po_megatron.actor.model import DTYPES, build_chunks, transformer_config
 from a3po_megatron.actor.nonfinite import NonFiniteError, find_culprit
@@ -38,6 +39,7 @@ from a3po_megatron.actor.optimizer import (
     gradient_norm,
     wrap_chunks,
 )
+from a3po_megatron.actor.routing import by_sequence, recorded_routing
 from a3po_megatron.batching.packing import Microbatch, TokenSequence, make_microbatches
 from a3po_megatron.config.model_shape import ModelShape
 from a3po_megatron.config.schema import ActorConfig, ModelConfig, OptimizerConfig
@@ -74,8 +76,9 @@ class Actor:
         self.shape, self.settings, self.optimizer_settings = shape, actor, optimizer
         self.device: torch.device = devices.choose_device(actor)
         self.place = parallel.initialize(actor, seed)
-        self.config = transformer_config(shape, actor, self.device)
-        self.models: list[GPTModel] = build_chunks(self.config, shape, self.device)
+        self.kernels = choose_kernels(self.device, DTYPES[actor.dtype])
+        self.config = transformer_config(shape, actor, self.kernels)
+        self.models: list[GPTModel] = build_chunks(self.config, shape, self.kernels, self.device)
         if model.init == "random":
             source = random_source(shape, model.init_seed, model.init_std)
         else:
@@ -134,6 +137,15 @@ class Actor:
     def is_greedy(self, sequences: Sequence[TokenSequence]) -> dict[int, NDArray[np.bool_]]:
         """Return {index: bool [n-1]}: whether each token but the first is the most probable one. Placed as `logprobs`."""
         return self._forward([sequences], partial(token_is_greedy, head=self._head))[0]
+
+    def routing(self, sequences: Sequence[TokenSequence]) -> dict[int, NDArray[np.bool_]]:
+        """Return {index: bool [n-1, layers, experts]}: which experts each token but the last is sent to.
+
+        On every rank, for the layers of its pipeline stage and the sequences of its data-parallel rank.
+        """
+        with recorded_routing(self.models) as chosen:
+            self.logprobs(sequences)
+        return by_sequence(chosen, self._microbatches(sequences), self.settings.sequence_parallel)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor) of the current weights in model order, on every rank."""

@@ -44,9 +44,14 @@ def stop() -> None:
 
 
 def choose_device(actor: ActorConfig) -> torch.device:
-    """Return this rank's device for `actor.device`. Raises UserError when it asks for a GPU that is not there."""
+    """Return this rank's device for `actor.device`. Raises UserError when a setting needs a GPU that is not there."""
     gpus = torch.cuda.device_count()
     if actor.device == "cpu" or (actor.device == "auto" and gpus == 0):
+        if actor.optimizer_cpu_offload:
+            raise UserError(
+                "actor.optimizer_cpu_offload=true on a CPU rank: the optimizer is in host memory already, and megatron-core's "
+                "offloading copies from a GPU; use false"
+            )
         return torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if local_rank >= gpus:

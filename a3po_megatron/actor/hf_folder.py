@@ -47,11 +47,15 @@ class HFFolder:
             raise UserError(f"{self.folder}: {len(missing)} tensors are missing, among them {min(missing)}")
         if extra:
             raise UserError(f"{self.folder}: {len(extra)} tensors belong to no parameter, among them {min(extra)}")
-        for name, shape in expected.items():
-            with safe_open(self._file_of[name], framework="numpy") as file:
-                found = tuple(file.get_slice(name).get_shape())
-            if found != shape:
-                raise UserError(f"{self._file_of[name]}: {name} has shape {found}, config.json says {shape}")
+        in_files: dict[Path, list[str]] = {}
+        for name in expected:
+            in_files.setdefault(self._file_of[name], []).append(name)
+        for path, names in in_files.items():  # opened once: a mixture of experts has thousands of tensors in a file
+            with safe_open(path, framework="numpy") as file:
+                for name in names:
+                    found = tuple(file.get_slice(name).get_shape())
+                    if found != expected[name]:
+                        raise UserError(f"{path}: {name} has shape {found}, config.json says {expected[name]}")
 
 
 def write_hf_folder(
@@ -129,8 +133,13 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _is_derived(name: str, expected: dict[str, tuple[int, ...]]) -> bool:
-    """Whether a tensor repeats what is known, as transformers treats it: a tied output layer, or rotary frequencies."""
-    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and name not in expected)
+    """Whether a tensor repeats what is known, as transformers treats it: a tied output layer, or rotary frequencies.
+
+    So does Transformer Engine's `_extra_state`, which some converters leave behind: scales of 8-bit kernels, which a model of
+    16 or 32 bits does not use.
+    """
+    repeats = name.endswith(("rotary_emb.inv_freq", "._extra_state"))
+    return repeats or (name == "lm_head.weight" and name not in expected)
 
 
 def _names(path: Path) -> list[str]:

@@ -3,7 +3,7 @@
 A rule names one megatron parameter, the Hugging Face tensors that make it up, and how it is split over tensor-parallel
 ranks. Names of layer rules are relative to `decoder.layers.N.` on megatron's side and `model.layers.N.` on Hugging Face's.
 Experts are numbered over the whole model on both sides; `model_name` translates a rank's own numbers.
-To add a family: list its rules here, name it in `config/model_shape.py`, and add it to the parity tests.
+docs/models.md says how to add a family.
 """
 
 import re
@@ -41,6 +41,13 @@ ATTENTION = (
     ),
     Rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), "columns"),
 )
+QKV_BIAS = (
+    Rule(
+        "self_attention.linear_qkv.bias",
+        ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+        "qkv",
+    ),
+)
 QK_NORMS = (
     Rule("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), "replicated"),
     Rule("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), "replicated"),
@@ -65,6 +72,8 @@ def layer_rules(shape: ModelShape) -> tuple[Rule, ...]:
     match shape.family:
         case "llama":
             return (*ATTENTION, *DENSE_MLP)
+        case "qwen2":
+            return (*ATTENTION, *QKV_BIAS, *DENSE_MLP)
         case "qwen3":
             return (*ATTENTION, *DENSE_MLP, *QK_NORMS)
         case "qwen3_moe":
@@ -115,6 +124,9 @@ def _hf_shapes(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
         "self_attn.k_proj.weight": (key_value, hidden),
         "self_attn.v_proj.weight": (key_value, hidden),
         "self_attn.o_proj.weight": (hidden, query),
+        "self_attn.q_proj.bias": (query,),
+        "self_attn.k_proj.bias": (key_value,),
+        "self_attn.v_proj.bias": (key_value,),
         "self_attn.q_norm.weight": (shape.head_dim,),
         "self_attn.k_norm.weight": (shape.head_dim,),
         "post_attention_layernorm.weight": (hidden,),

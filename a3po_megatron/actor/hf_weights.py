@@ -22,18 +22,19 @@ from a3po_megatron.actor.hf_mapping import (
     model_name,
     output_rule,
 )
+from a3po_megatron.actor.model import stage_of_each_layer
 from a3po_megatron.config.model_shape import ModelShape
 
 Source = Callable[[str], Tensor]  # Hugging Face name -> whole tensor
 
 
 def random_source(shape: ModelShape, seed: int, std: float) -> Source:
-    """Return a source of freshly drawn weights: norms 1, everything else N(0, std). The same on every rank and layout."""
+    """Return a source of freshly drawn weights: norms 1, biases 0, else N(0, std). The same on every rank and layout."""
     shapes = hf_shapes(shape)
 
     def draw(name: str) -> Tensor:
         if len(shapes[name]) == 1:
-            return torch.ones(shapes[name])
+            return torch.zeros(shapes[name]) if name.endswith(".bias") else torch.ones(shapes[name])
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
         return torch.randn(shapes[name], generator=generator) * std
 
@@ -66,9 +67,8 @@ def export_weights(
     """
     held = {rule.hf: parameter for chunk in chunks for rule, parameter in _ruled_parameters(chunk, shape, place)}
     shapes = hf_shapes(shape)
-    stages = len(chunks) * place.pp_size
     like = value(next(iter(held.values())))
-    for rule, stage in _model_order(shape, stages):
+    for rule, stage in _model_order(shape, stage_of_each_layer(chunks[0].config)):
         owner, whole = stage % place.pp_size, None
         if place.pp_rank == owner and rule.hf in held:  # of an expert it is held by one expert-parallel rank
             whole = hf_layout.join(rule.split, _gather(value(held[rule.hf]), rule, place), shape)
@@ -80,16 +80,18 @@ def export_weights(
             yield name, _from_owner(tensor, shapes[name], like, owner, parallel.pp_group())
 
 
-def _model_order(shape: ModelShape, stages: int) -> Iterator[tuple[Rule, int]]:
-    """Yield each rule of the Hugging Face checkpoint with the (virtual) stage that holds it, in model order."""
-    layers_per_stage = shape.num_layers // stages
-    yield EMBEDDING, 0
-    for layer in range(shape.num_layers):
+def _model_order(shape: ModelShape, stages: Sequence[int]) -> Iterator[tuple[Rule, int]]:
+    """Yield each rule of the Hugging Face checkpoint with the (virtual) stage that holds it, in model order.
+
+    `stages`: that of each layer.
+    """
+    yield EMBEDDING, stages[0]
+    for layer, stage in enumerate(stages):
         for rule in layer_rules(shape):
-            yield layer_rule(rule, layer), layer // layers_per_stage
-    yield FINAL_NORM, stages - 1
+            yield layer_rule(rule, layer), stage
+    yield FINAL_NORM, stages[-1]
     if not shape.tie_word_embeddings:
-        yield output_rule(shape), stages - 1
+        yield output_rule(shape), stages[-1]
 
 
 def _ruled_parameters(

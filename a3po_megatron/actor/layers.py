@@ -1,4 +1,4 @@
-"""The transformer layer: Transformer Engine's spec where it is installed, else local layers with the same parameter names.
+"""The transformer layer: Transformer Engine's spec where `kernels.py` says so, else local layers with the same parameter names.
 
 Same names mean that checkpoints and the Hugging Face mapping are the same on CPU and GPU. The norms that precede a
 column-parallel projection belong to it (`linear_qkv.layer_norm_weight`), as in Transformer Engine; the norm before experts
@@ -6,7 +6,6 @@ stands alone (`pre_mlp_layernorm`).
 """
 
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -26,34 +25,30 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from a3po_megatron.actor.attention import CoreAttention
+from a3po_megatron.actor.kernels import Kernels
 
 
-def uses_transformer_engine(device: torch.device) -> bool:
-    """Whether layers come from Transformer Engine: on a GPU where it is installed. The one place that decides it."""
-    return device.type == "cuda" and find_spec("transformer_engine") is not None
-
-
-def layer_spec(config: TransformerConfig, device: torch.device) -> ModuleSpec:
+def layer_spec(config: TransformerConfig, kernels: Kernels) -> ModuleSpec:
     """Return the spec of one transformer layer."""
-    if not uses_transformer_engine(device):
+    if kernels.layers == "local":
         return local_layer_spec(config)
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
     )
-    if config.params_dtype == torch.float32:  # Transformer Engine's attention on packed sequences takes 16 bits only
+    if kernels.attention == "torch":
         spec.submodules.self_attention.submodules.core_attention = CoreAttention
     return spec
 
 
-def norm_class(device: torch.device) -> type[torch.nn.Module]:
+def norm_class(kernels: Kernels) -> type[torch.nn.Module]:
     """Return the class of the final norm."""
-    if uses_transformer_engine(device):
-        from megatron.core.extensions.transformer_engine import TENorm
+    if kernels.layers == "local":
+        return RMSNorm
+    from megatron.core.extensions.transformer_engine import TENorm
 
-        return TENorm
-    return RMSNorm
+    return TENorm
 
 
 def local_layer_spec(config: TransformerConfig) -> ModuleSpec:

@@ -55,6 +55,10 @@ def build_optimizer(
             bf16=dtype == torch.bfloat16,
             use_distributed_optimizer=actor.distributed_optimizer,
             overlap_param_gather=actor.overlap_param_gather,
+            optimizer_cpu_offload=actor.optimizer_cpu_offload,
+            optimizer_offload_fraction=actor.optimizer_offload_fraction,
+            overlap_cpu_optimizer_d2h_h2d=actor.optimizer_cpu_offload,
+            use_precision_aware_optimizer=actor.optimizer_cpu_offload,  # offloading takes its code path
         ),
         chunks,
     )
@@ -88,4 +92,5 @@ def clip_gradients(optimizer: ChainedOptimizer, max_norm: float, norm: float) ->
     if max_norm > 0:
         for part in optimizer.chained_optimizers:
             if parameters := part.get_parameters():
-                clip_grad_by_total_norm_fp32(parameters, max_norm, norm)
+                decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grad_by_total_norm_fp32(parameters, max_norm, norm, use_decoupled_grad=decoupled)

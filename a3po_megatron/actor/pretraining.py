@@ -38,6 +38,7 @@ def pretrain(config: PretrainConfig, shape: ModelShape) -> float:
     first = _resume(actor, folder) if config.run.resume else 0
     loss, accuracy = SupervisedLoss(), None
     if log:
+        print(f"actor: {actor.kernels.describe()}", flush=True)
         log.open(first)
     for step in range(first, config.run.num_steps):
         report = actor.train_step(draw_batch(train, config.batch_size, config.run.seed, step), loss)

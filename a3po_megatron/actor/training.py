@@ -44,6 +44,8 @@ def train(config: TrainConfig, shape: ModelShape, link: Link | None) -> int:
     Collective. `link` on rank 0, None on the others. Raises NonFiniteError without advancing the version.
     """
     actor = Actor(shape, config.model, config.actor, config.optimizer, config.run.seed, config.rollout.temperature)
+    if link:
+        print(f"actor: {actor.kernels.describe()}", flush=True)
     control = ControlGroup(longest_wait_s(config.controller))
     publisher = Publisher(actor, control, config.rollout, link)
     batch_step = BatchStep(actor, config.algorithm, config.controller.max_staleness, config.run.seed)

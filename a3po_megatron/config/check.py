@@ -1,9 +1,9 @@
 """The one validation pass: refuses settings that contradict each other or the model. Changes nothing."""
 
+from a3po_megatron.config.check_actor import at_least, check_actor
 from a3po_megatron.config.check_algorithm import check_algorithm
 from a3po_megatron.config.model_shape import ModelShape
 from a3po_megatron.config.schema import (
-    ActorConfig,
     ArithmeticTaskConfig,
     ModelConfig,
     OptimizerConfig,
@@ -22,9 +22,9 @@ def check_pretrain(config: PretrainConfig, shape: ModelShape) -> None:
     check_model(config.model)
     check_actor(config.actor, shape)
     check_optimizer(config.optimizer)
-    _at_least("batch_size", config.batch_size, 1)
-    _at_least("eval_every", config.eval_every, 0)
-    _at_least("num_questions", config.num_questions, 1)
+    at_least("batch_size", config.batch_size, 1)
+    at_least("eval_every", config.eval_every, 0)
+    at_least("num_questions", config.num_questions, 1)
     train = check_task(config.task, "task", shape)
     if config.num_questions > train:
         raise UserError(
@@ -53,6 +53,7 @@ def check_train(config: TrainConfig, shape: ModelShape) -> None:
     if config.data.task == "arithmetic":
         check_task(config.data.arithmetic, "data.arithmetic", shape)
     _check_method(config)
+    _check_auxiliary_losses(config)
     _check_same_model(config, shape)
     _check_lengths(config, shape)
     if config.run.resume:
@@ -68,8 +69,8 @@ def check_train(config: TrainConfig, shape: ModelShape) -> None:
 
 def check_task(task: ArithmeticTaskConfig, section: str, shape: ModelShape) -> int:
     """Check the arithmetic task against itself and the model; return the number of training questions."""
-    _at_least(f"{section}.max_operand", task.max_operand, 1)
-    _at_least(f"{section}.num_heldout", task.num_heldout, 1)
+    at_least(f"{section}.max_operand", task.max_operand, 1)
+    at_least(f"{section}.num_heldout", task.num_heldout, 1)
     questions = (task.max_operand + 1) ** 2
     if task.num_heldout >= questions:
         raise UserError(
@@ -92,37 +93,15 @@ def check_run(run: RunConfig) -> None:
     """Check the run's own numbers."""
     if not run.dir:
         raise UserError("run.dir is empty: name the folder that the run may write")
-    _at_least("run.seed", run.seed, 0)
-    _at_least("run.num_steps", run.num_steps, 1)
-    _at_least("run.checkpoint_every", run.checkpoint_every, 0)
+    at_least("run.seed", run.seed, 0)
+    at_least("run.num_steps", run.num_steps, 1)
+    at_least("run.checkpoint_every", run.checkpoint_every, 0)
 
 
 def check_model(model: ModelConfig) -> None:
     """Check how the weights are initialised."""
     if not model.init_std > 0:
         raise UserError(f"model.init_std={model.init_std}: a standard deviation above 0")
-
-
-def check_actor(actor: ActorConfig, shape: ModelShape) -> None:
-    """Check that the layout fits the model and that Megatron trains it right."""
-    for name in ("tensor", "pipeline", "virtual_pipeline", "context", "data", "expert", "expert_tensor"):
-        _at_least(f"actor.{name}_parallel", getattr(actor, f"{name}_parallel"), 1)
-    _at_least("actor.max_tokens_per_microbatch", actor.max_tokens_per_microbatch, 1)
-    _at_least("actor.logprob_chunk_tokens", actor.logprob_chunk_tokens, 0)
-    if not actor.timeout_s > 0:
-        raise UserError(f"actor.timeout_s={actor.timeout_s}: a deadline in seconds above 0")
-    if actor.host in ("", "0.0.0.0", "::"):
-        raise UserError(
-            f"actor.host={actor.host or '(empty)'}: name one address of the first actor node, on a private network"
-        )
-    _check_tensor_parallel(actor, shape)
-    _check_pipeline(actor, shape)
-    _check_experts(actor, shape)
-    if actor.overlap_param_gather and not (actor.distributed_optimizer and actor.overlap_grad_reduce):
-        raise UserError(
-            "actor.overlap_param_gather=true needs actor.distributed_optimizer=true and actor.overlap_grad_reduce=true: "
-            "it gathers the parameters that the distributed optimizer scattered, behind the reduction of their gradients"
-        )
 
 
 def check_optimizer(optimizer: OptimizerConfig) -> None:
@@ -136,9 +115,9 @@ def check_optimizer(optimizer: OptimizerConfig) -> None:
             raise UserError(f"optimizer.{name}={getattr(optimizer, name)}: at least 0 and below 1")
     if not optimizer.eps > 0:
         raise UserError(f"optimizer.eps={optimizer.eps}: above 0")
-    _at_least("optimizer.weight_decay", optimizer.weight_decay, 0)
-    _at_least("optimizer.clip_grad", optimizer.clip_grad, 0)
-    _at_least("optimizer.lr_warmup_steps", optimizer.lr_warmup_steps, 0)
+    at_least("optimizer.weight_decay", optimizer.weight_decay, 0)
+    at_least("optimizer.clip_grad", optimizer.clip_grad, 0)
+    at_least("optimizer.lr_warmup_steps", optimizer.lr_warmup_steps, 0)
     if optimizer.lr_decay != "constant" and optimizer.lr_decay_steps <= optimizer.lr_warmup_steps:
         raise UserError(
             f"optimizer.lr_decay_steps={optimizer.lr_decay_steps} with lr_decay={optimizer.lr_decay}: "
@@ -160,6 +139,16 @@ def _check_method(config: TrainConfig) -> None:
             f"algorithm.num_minibatches={algorithm.num_minibatches}: a batch has only {num_samples} samples "
             f"(controller.prompts_per_batch={controller.prompts_per_batch} x "
             f"controller.samples_per_prompt={controller.samples_per_prompt})"
+        )
+
+
+def _check_auxiliary_losses(config: TrainConfig) -> None:
+    actor, aggregation = config.actor, config.algorithm.aggregation
+    if (actor.moe_aux_loss_coeff or actor.moe_z_loss_coeff) and aggregation != "token":
+        raise UserError(
+            f"algorithm.aggregation={aggregation} with actor.moe_aux_loss_coeff={actor.moe_aux_loss_coeff} and "
+            f"actor.moe_z_loss_coeff={actor.moe_z_loss_coeff}: megatron-core weighs both losses by tokens, so divided by the "
+            "number of sequences they would grow with the responses; use algorithm.aggregation=token, or 0 for both"
         )
 
 
@@ -200,91 +189,3 @@ def _check_lengths(config: TrainConfig, shape: ModelShape) -> None:
             f"actor.max_tokens_per_microbatch={config.actor.max_tokens_per_microbatch}: a response may reach "
             f"rollout.max_model_len={longest} tokens, which no microbatch could hold; use at least {needed}"
         )
-
-
-def _check_tensor_parallel(actor: ActorConfig, shape: ModelShape) -> None:
-    tp = actor.tensor_parallel
-    for what, size in _tensor_parallel_sizes(shape).items():
-        if size % tp:
-            raise UserError(
-                f"actor.tensor_parallel={tp} does not divide the model's {size} {what}; "
-                f"use {_divisors_hint(tp, shape)} and more actor.pipeline_parallel or actor.data_parallel"
-            )
-    if actor.sequence_parallel and tp == 1:
-        raise UserError(
-            "actor.sequence_parallel=true needs actor.tensor_parallel above 1: it splits what that leaves whole"
-        )
-
-
-def _tensor_parallel_sizes(shape: ModelShape) -> dict[str, int]:
-    """Return what tensor parallelism splits. Experts are split by expert_tensor_parallel instead."""
-    sizes = {"query heads": shape.num_attention_heads, "key/value heads": shape.num_key_value_heads}
-    if not shape.num_experts:
-        sizes["MLP columns (intermediate_size)"] = shape.intermediate_size
-    return sizes
-
-
-def _divisors_hint(tp: int, shape: ModelShape) -> str:
-    sizes = _tensor_parallel_sizes(shape).values()
-    fits = [str(n) for n in range(1, shape.num_key_value_heads + 1) if all(size % n == 0 for size in sizes)]
-    return " or ".join(fits)
-
-
-def _check_experts(actor: ActorConfig, shape: ModelShape) -> None:
-    ep, etp = actor.expert_parallel, actor.expert_tensor_parallel
-    if not shape.num_experts:
-        if ep * etp > 1:
-            raise UserError(
-                f"actor.expert_parallel={ep}, actor.expert_tensor_parallel={etp}: the model has no experts; use 1 for both"
-            )
-        return
-    if shape.num_experts % ep:
-        raise UserError(f"actor.expert_parallel={ep} does not divide the model's {shape.num_experts} experts")
-    if shape.moe_intermediate_size % etp:
-        raise UserError(
-            f"actor.expert_tensor_parallel={etp} does not divide the {shape.moe_intermediate_size} columns of an expert "
-            "(moe_intermediate_size)"
-        )
-    ranks = actor.world_size // actor.pipeline_parallel
-    if ranks % (ep * etp):
-        raise UserError(
-            f"actor.expert_parallel={ep} x actor.expert_tensor_parallel={etp} does not divide the {ranks} ranks of a "
-            "pipeline stage (tensor x context x data parallel) that share the experts"
-        )
-    if actor.tensor_parallel > 1 and not actor.sequence_parallel:
-        raise UserError(
-            f"actor.tensor_parallel={actor.tensor_parallel} with a mixture of experts needs actor.sequence_parallel=true: "
-            "each tensor-parallel rank routes tokens of its own"
-        )
-
-
-def _check_pipeline(actor: ActorConfig, shape: ModelShape) -> None:
-    pp, vpp = actor.pipeline_parallel, actor.virtual_pipeline_parallel
-    if vpp > 1 and pp == 1:
-        raise UserError(f"actor.virtual_pipeline_parallel={vpp} needs actor.pipeline_parallel above 1")
-    chunks = pp * vpp
-    if chunks > shape.num_layers:
-        raise UserError(
-            f"actor.pipeline_parallel={pp} x actor.virtual_pipeline_parallel={vpp} makes {chunks} chunks, "
-            f"more than the model's {shape.num_layers} layers; use at most {shape.num_layers}"
-        )
-    if shape.num_layers % chunks:
-        raise UserError(
-            f"actor.pipeline_parallel={pp} x actor.virtual_pipeline_parallel={vpp} makes {chunks} chunks, "
-            f"which do not divide the model's {shape.num_layers} layers evenly"
-        )
-    if vpp > 1 and actor.p2p_communication == "batched":
-        raise UserError(
-            "actor.p2p_communication=batched with virtual pipeline stages trains silently wrong on megatron-core "
-            f"(actor.virtual_pipeline_parallel={vpp}, actor.pipeline_parallel={pp}); use overlapped or auto"
-        )
-    if vpp == 1 and actor.p2p_communication == "overlapped":
-        raise UserError(
-            "actor.p2p_communication=overlapped needs actor.virtual_pipeline_parallel above 1: "
-            "Megatron's plain schedule has no overlapped form; use batched or auto"
-        )
-
-
-def _at_least(name: str, value: float, minimum: float) -> None:
-    if not value >= minimum:  # refuses NaN too
-        raise UserError(f"{name}={value}: must be at least {minimum}")

@@ -7,8 +7,18 @@ from typing import Any, Literal
 
 from a3po_megatron.errors import UserError
 
-Family = Literal["qwen3", "qwen3_moe", "llama"]
-FAMILIES: tuple[Family, ...] = ("qwen3", "qwen3_moe", "llama")
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
+FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3", "qwen3_moe")
+
+
+@dataclass(frozen=True)
+class Llama3Rope:
+    """Llama 3's scaling of rotary frequencies; names of `rope_scaling` in config.json."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,7 @@ class ModelShape:
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0  # of one expert
     norm_topk_prob: bool = False  # whether the chosen experts' probabilities are scaled to the sum of 1
+    rope_scaling: Llama3Rope | None = None  # None: plain rotary frequencies
 
     @property
     def query_heads_per_group(self) -> int:
@@ -43,33 +54,37 @@ class ModelShape:
         """Whether query and key heads are normalised before the rotary embedding (Qwen3)."""
         return self.family in ("qwen3", "qwen3_moe")
 
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether the projections to query, key and value add a bias (Qwen2, Qwen2.5)."""
+        return self.family == "qwen2"
+
     def padded_vocab_size(self, tensor_parallel: int) -> int:
         """Rows of the embedding on all tensor-parallel ranks together: the vocabulary, rounded up to a multiple."""
         return -(-self.vocab_size // tensor_parallel) * tensor_parallel
 
 
 def read_model_shape(folder: str | Path) -> ModelShape:
-    """Read `folder/config.json`.
+    """Read `folder/config.json`, or the file itself where one is named.
 
     Raises UserError when the folder or file is missing or not JSON, the family is unknown, a key is missing or a feature
-    (attention bias, rope scaling, sliding window, another activation, dense layers between layers of experts) is set that
-    the actor does not have.
+    (see `_refuse_unsupported`) is set that the actor does not have.
     """
-    path = Path(folder) / "config.json"
-    config = _read_json(Path(folder), path)
+    path = Path(folder) if Path(folder).is_file() else Path(folder) / "config.json"
+    config = _read_json(path.parent, path)
     family = config.get("model_type")
     if family not in FAMILIES:
         raise UserError(f"{path}: model_type '{family}' is not supported; supported: {', '.join(FAMILIES)}")
     _refuse_unsupported(path, config)
     try:
         heads = int(config["num_attention_heads"])
-        return ModelShape(
+        shape = ModelShape(
             family=family,
             num_layers=int(config["num_hidden_layers"]),
             hidden_size=int(config["hidden_size"]),
             intermediate_size=int(config["intermediate_size"]),
             num_attention_heads=heads,
-            num_key_value_heads=int(config.get("num_key_value_heads") or heads),
+            num_key_value_heads=int(_key_value_heads(config) or heads),
             head_dim=int(config.get("head_dim") or _default_head_dim(family, int(config["hidden_size"]), heads)),
             vocab_size=int(config["vocab_size"]),
             max_position_embeddings=int(config["max_position_embeddings"]),
@@ -77,11 +92,29 @@ def read_model_shape(folder: str | Path) -> ModelShape:
             rope_theta=float(_rope(config)["rope_theta"]),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             **(_experts(path, config) if family == "qwen3_moe" else {}),
+            rope_scaling=_rope_scaling(_rope(config)),
         )
     except KeyError as error:
         raise UserError(f"{path}: key {error} is missing") from None
     except (TypeError, ValueError) as error:
         raise UserError(f"{path}: a size is not a number: {error}") from None
+    _check_heads(path, shape)
+    return shape
+
+
+def _check_heads(path: Path, shape: ModelShape) -> None:
+    if shape.num_attention_heads % shape.num_key_value_heads:
+        raise UserError(
+            f"{path}: num_key_value_heads={shape.num_key_value_heads} does not divide num_attention_heads="
+            f"{shape.num_attention_heads}: each key/value head is shared by as many query heads"
+        )
+    if shape.head_dim % 2:
+        raise UserError(f"{path}: head_dim={shape.head_dim}: must be even, rotary embedding turns pairs")
+
+
+def _key_value_heads(config: dict[str, Any]) -> int | None:
+    """None stands for one a query head. Of Qwen a file must say it: transformers' default is a fixed number."""
+    return config.get("num_key_value_heads") if config["model_type"] == "llama" else config["num_key_value_heads"]
 
 
 def _experts(path: Path, config: dict[str, Any]) -> dict[str, Any]:
@@ -129,21 +162,55 @@ def _default_head_dim(family: str, hidden_size: int, heads: int) -> int:
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
     """Rotary settings: transformers 5 writes `rope_parameters`, older files `rope_theta` and `rope_scaling`."""
-    if config.get("rope_parameters"):
-        return dict(config["rope_parameters"])
-    return {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {})}
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    return rope if "rope_theta" in rope else {"rope_theta": config["rope_theta"], **rope}
+
+
+def _rope_type(rope: dict[str, Any]) -> str:
+    return str(rope.get("rope_type", rope.get("type", "default")))
+
+
+def _rope_scaling(rope: dict[str, Any]) -> Llama3Rope | None:
+    if _rope_type(rope) == "default":
+        return None
+    return Llama3Rope(
+        factor=float(rope["factor"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+        original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
+    )
 
 
 def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    faults = {
-        "attention_bias": bool(config.get("attention_bias")),
-        "mlp_bias": bool(config.get("mlp_bias")),
-        "use_sliding_window": bool(config.get("use_sliding_window")),
-        f"rope_type={rope_type}": rope_type != "default",
-        f"hidden_act={config.get('hidden_act')}": config.get("hidden_act") != "silu",
-    }
-    for setting, found in faults.items():
+    """Refuse what would load and then train another model than transformers and vLLM compute."""
+    for setting, found in (_unsupported_anywhere(config) | _unsupported_rope(config)).items():
         if found:
             raise UserError(f"{path}: {setting} is not supported for model_type '{config['model_type']}'")
+
+
+def _unsupported_anywhere(config: dict[str, Any]) -> dict[str, bool]:
+    has_qkv_bias = config["model_type"] == "qwen2"  # always, whatever the file says
+    kinds = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
+    return {
+        f"attention_bias={config.get('attention_bias')}": config.get("attention_bias", has_qkv_bias) != has_qkv_bias,
+        "mlp_bias": bool(config.get("mlp_bias")),
+        "use_sliding_window": bool(config.get("use_sliding_window")),
+        f"layer_types with {', '.join(map(str, kinds))}": bool(kinds),
+        f"attention_dropout={config.get('attention_dropout')}": bool(config.get("attention_dropout")),
+        "dual_chunk_attention_config": bool(config.get("dual_chunk_attention_config")),
+        "quantization_config (quantized weights)": bool(config.get("quantization_config")),
+        f"hidden_act={config.get('hidden_act')}": config.get("hidden_act") != "silu",
+    }
+
+
+def _unsupported_rope(config: dict[str, Any]) -> dict[str, bool]:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope_type = _rope_type(rope)
+    by_layer = any(isinstance(value, dict) for value in rope.values())
+    turned = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    return {
+        "use_mrope": bool(config.get("use_mrope")),
+        f"rope_type={rope_type}": rope_type not in ("default", "llama3"),
+        "rope_parameters of each kind of layer": by_layer,
+        f"partial_rotary_factor={turned}": turned not in (None, 1),
+    }

@@ -29,7 +29,7 @@ class ModelConfig:
     path: str = ""
     init: Literal["pretrained", "random"] = "pretrained"
     init_seed: int = 0  # of `init: random`
-    init_std: float = 0.02  # of `init: random`; projections and embeddings are N(0, init_std), norms are 1
+    init_std: float = 0.02  # of `init: random`; projections and embeddings are N(0, init_std), norms 1, biases 0
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,9 @@ class ActorConfig:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     virtual_pipeline_parallel: int = 1  # model chunks a pipeline stage; above 1 the schedule is interleaved
+    # of a pipeline whose stages differ, all chunks of the stage together; the others share the rest evenly. 0: as the others
+    num_layers_in_first_pipeline_stage: int = 0
+    num_layers_in_last_pipeline_stage: int = 0
     # ranks that share each sequence, two chunks of it each; parameters are the same on all of them
     context_parallel: int = 1
     data_parallel: int = 1
@@ -54,6 +57,21 @@ class ActorConfig:
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
+    optimizer_cpu_offload: bool = False  # optimizer state and its step in host memory; GPU only
+    optimizer_offload_fraction: float = 1.0  # share of the parameters whose state is there
+    # Activations that are computed again in the backward pass instead of kept. selective: those of `recompute_modules`;
+    # full: those of whole layers
+    recompute_granularity: Literal["none", "selective", "full"] = "none"
+    # core_attn (not with Transformer Engine, whose attention does so itself), mlp of a dense model, moe of a mixture of experts
+    recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])
+    # Of `full`. uniform: every layer, kept at each `recompute_num_layers`-th; block: the first `recompute_num_layers` of a chunk
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    recompute_num_layers: int = 1
+    # Of a mixture of experts: precision of the router's logits under bfloat16 (none: that of the parameters), and
+    # what is added to the objective: coefficients of the load-balancing loss and of the z-loss. See docs/models.md
+    moe_router_dtype: Literal["fp32", "fp64", "none"] = "fp32"
+    moe_aux_loss_coeff: float = 0.0
+    moe_z_loss_coeff: float = 0.0
     packed: bool = True  # True: sequences end to end (thd); False: one padded row a sequence (bshd)
     # padding counted, over all context-parallel ranks; a longer sequence is refused
     max_tokens_per_microbatch: int = 4096
@@ -63,9 +81,7 @@ class ActorConfig:
     # Of the log-probabilities, once the logits are multiplied out. auto: compiled (torch.compile) on a GPU, plain on a CPU
     logprob_kernel: Literal["auto", "plain", "compiled"] = "auto"
     timeout_s: float = 300.0  # deadline of every collective
-    host: str = (
-        "127.0.0.1"  # address of rank 0's node on the interface over which weights leave; private, never a public one
-    )
+    host: str = "127.0.0.1"  # address of rank 0's node on the private interface over which weights leave it
 
     @property
     def world_size(self) -> int:

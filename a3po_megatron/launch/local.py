@@ -7,7 +7,6 @@ they started is left, neither process nor port nor shared memory.
 """
 
 import os
-import secrets
 import shutil
 import signal
 import time
@@ -18,15 +17,11 @@ from pathlib import Path
 import httpx
 
 import a3po_megatron
-from a3po_megatron.actor.hf_folder import HFFolder
-from a3po_megatron.config.check import check_train
-from a3po_megatron.config.load import save_run_record
-from a3po_megatron.config.model_shape import read_model_shape
 from a3po_megatron.config.schema import TrainConfig
-from a3po_megatron.controller.build import check_controller
-from a3po_megatron.errors import USER_ERROR_EXIT_CODE, UserError
+from a3po_megatron.errors import USER_ERROR_EXIT_CODE
 from a3po_megatron.launch.ports import check_port, check_server_ports
 from a3po_megatron.launch.processes import Role, Roles
+from a3po_megatron.launch.run_folder import open_run_folder
 from a3po_megatron.launch.signals import SignalCount
 from a3po_megatron.observe.progress import Progress
 from a3po_megatron.run_token import TOKEN_VARIABLE
@@ -47,32 +42,16 @@ class Ending:
     log: Sequence[str] = ()  # last lines of the role that failed
 
 
-def check(config: TrainConfig) -> None:
-    """Check the settings against each other and the model's folder, before anything starts. Raises UserError."""
-    check_controller(config)
-    shape = read_model_shape(config.model.path)
-    check_train(config, shape)
-    HFFolder(config.model.path, shape)
-
-
 def prepare(config: TrainConfig) -> str:
     """Check ports and the run's folder, write its token and its record; return the token. Raises UserError."""
     check_port("controller.port", config.controller.host, config.controller.port)
     check_server_ports(config.rollout)
-    folder = Path(config.run.dir)
-    rows = folder / "metrics.jsonl"
-    has_steps = rows.exists() and rows.stat().st_size > 0
-    if has_steps and not config.run.resume:
-        raise UserError(f"run.dir={folder} already holds a run; name another, remove it, or set run.resume=true")
-    if config.run.resume and not has_steps:
-        raise UserError(f"run.resume=true: run.dir={folder} holds no run to go on with")
-    try:
-        save_run_record(config, folder)
-        if not config.run.resume:
-            shutil.rmtree(folder / "logs", ignore_errors=True)  # of an attempt that failed before its first step
-        return _write_token(folder / "token")
-    except OSError as error:
-        raise UserError(f"run.dir={folder}: cannot write there: {error.strerror}; name a folder of yours") from None
+    token = open_run_folder(config)
+    if not config.run.resume:
+        shutil.rmtree(
+            Path(config.run.dir) / "logs", ignore_errors=True
+        )  # of an attempt that failed before its first step
+    return token
 
 
 def run(config: TrainConfig, arguments: Sequence[str], token: str, progress: Progress) -> Ending:
@@ -151,15 +130,6 @@ def _failed(role: Role) -> Ending:
 
 def _interrupted(number: signal.Signals) -> Ending:
     return Ending(128 + number, f"stopped by {number.name}; every role has been ended")
-
-
-def _write_token(path: Path) -> str:
-    """Make the run's secret, readable by this user alone from the first moment."""
-    token = secrets.token_hex(32)
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(f"{token}\n")
-    return token
 
 
 def _environment(token: str) -> dict[str, str]:

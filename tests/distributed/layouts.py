@@ -18,6 +18,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -33,11 +35,22 @@ from a3po_megatron.config.schema import ActorConfig, ModelConfig, OptimizerConfi
 # eps is large on purpose: Adam divides by sqrt(v) + eps, and where a gradient is of the size of rounding errors a small eps
 # would turn a difference of 1e-9 into a whole step of the learning rate.
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+# With these numbers the first frequency is kept, the second interpolated and the others divided.
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 2.0,
+    "original_max_position_embeddings": 16,
+}
 FAMILIES: dict[str, Any] = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, EXPERTS),
     "qwen3_moe_unnormalised": (Qwen3MoeConfig, Qwen3MoeForCausalLM, EXPERTS | {"norm_topk_prob": False}),
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "llama3": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LLAMA3_ROPE}),
 }
 FUSED_EXPERTS = {
     "experts.gate_up_proj": ("experts.{}.gate_proj", "experts.{}.up_proj"),
@@ -94,49 +107,48 @@ class Layout:
 
 @dataclass(frozen=True)
 class Model:
-    """A tiny random model of a family. The vocabulary does not divide by 2 or 4, so that it is padded."""
+    """A tiny random model of a family. A vocabulary of 131 does not divide by 2 or 4, so it is padded."""
 
     family: str = "qwen3"
     tied: bool = False
+    layers: int = 4
+    vocab: int = 131
 
     def __str__(self) -> str:
-        return f"{self.family}{'-tied' if self.tied else ''}"
+        sizes = f"{'' if self.layers == 4 else f'-{self.layers}layers'}{'' if self.vocab == 131 else f'-{self.vocab}tokens'}"
+        return f"{self.family}{'-tied' if self.tied else ''}{sizes}"
 
     def build(self) -> PreTrainedModel:
         """Return the model, float32, the same on every rank."""
-        return _build(self.family, self.tied)
+        config, state = _state_of(self)
+        model = FAMILIES[self.family][1](config).float()
+        model.load_state_dict(state)
+        return model.train()
 
 
 @cache
-def _state_of(family: str, tied: bool) -> tuple[Any, Any]:
+def _state_of(tiny: Model) -> tuple[Any, Any]:
     torch.manual_seed(7)
     sizes: dict[str, Any] = {
-        "vocab_size": 131,
+        "vocab_size": tiny.vocab,
         "hidden_size": 48,
         "intermediate_size": 88,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": tiny.layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 20,
         "max_position_embeddings": 64,
-        "tie_word_embeddings": tied,
+        "tie_word_embeddings": tiny.tied,
         "initializer_range": 0.1,
     }
-    config_class, model_class, more_sizes = FAMILIES[family]
+    config_class, model_class, more_sizes = FAMILIES[tiny.family]
     config = config_class(**sizes, **more_sizes)
     model = model_class(config).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:  # ones would hide a norm that is left out
+            if "norm" in name or "bias" in name:  # ones and zeros would hide one that is left out
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return config, model.state_dict()
-
-
-def _build(family: str, tied: bool) -> PreTrainedModel:
-    config, state = _state_of(family, tied)
-    model = FAMILIES[family][1](config).float()
-    model.load_state_dict(state)
-    return model.train()
 
 
 def hf_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

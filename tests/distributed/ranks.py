@@ -107,6 +107,7 @@ def import_engines() -> None:
     torch.set_num_threads(1)
     import transformers
     from transformers.models.llama import modeling_llama  # noqa: F401
+    from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
     from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
     from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
 

@@ -42,8 +42,18 @@ MOVES = [
     (Model("qwen3"), Layout(cp=2, tp=2, sp=True), Layout(pp=2, cp=2)),
     (Model("qwen3_moe"), Layout(ep=2), Layout(tp=2, sp=True, ep=4)),
     (Model("qwen3_moe"), Layout(pp=2, cp=2, ep=2), Layout()),
+    (
+        Model("qwen2", layers=5),
+        Layout(tp=2, pp=2, sp=True, options={"num_layers_in_last_pipeline_stage": 2}),
+        Layout(pp=4, options={"num_layers_in_first_pipeline_stage": 2}),
+    ),
 ]
-IN_SHORT = [(0, "plain"), (1, "distributed"), (2, "plain")]  # the other combinations are left to the sweep
+IN_SHORT = [
+    (0, "plain"),
+    (1, "distributed"),
+    (2, "plain"),
+    (3, "distributed"),
+]  # the other combinations are left to the sweep
 
 
 @pytest.mark.parametrize(
@@ -55,7 +65,7 @@ IN_SHORT = [(0, "plain"), (1, "distributed"), (2, "plain")]  # the other combina
     ],
     ids=str,
 )
-def test_training_continues_at_other_context_and_expert_parallelism(
+def test_training_continues_at_other_context_expert_and_uneven_pipeline_parallelism(
     model: Model, saved_at: Layout, elsewhere: Layout, options: str, shared_folder: Path
 ) -> None:
     _check_continues(model, saved_at, [elsewhere], options, shared_folder)

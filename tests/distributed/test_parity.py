@@ -1,5 +1,7 @@
 """The actor against transformers and plain autograd, in every basic layout."""
 
+import copy
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from tests.distributed.layouts import (
 TOLERANCE = 1e-5
 
 QWEN, TIED, LLAMA, MOE = Model("qwen3"), Model("qwen3", tied=True), Model("llama"), Model("qwen3_moe")
+QWEN2, QWEN2_TIED, LLAMA3, LLAMA3_TIED = (Model(name, tied) for name in ("qwen2", "llama3") for tied in (False, True))
 DISTRIBUTED = {"distributed_optimizer": True}
 OVERLAP = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 ONE_SEQUENCE_A_MICROBATCH = 12  # tokens: the longest sequence
@@ -65,9 +68,46 @@ CASES = [
     (MOE, Layout(ep=4, options=OVERLAP), {}),
     (MOE, Layout(tp=2, sp=True, ep=2), {}),
     (MOE, Layout(tp=2, sp=True, ep=2, etp=2), {}),
+    (MOE, Layout(tp=2, pp=2, sp=True, ep=2), {}),
     (MOE, Layout(pp=2, ep=2), {"max_tokens_per_microbatch": 24}),
     (MOE, Layout(cp=2, ep=2), {}),
     (Model("qwen3_moe_unnormalised"), Layout(pp=2, vpp=2, ep=2, options={"packed": False}), {}),
+    (QWEN2, Layout(tp=2, pp=2, sp=True), {}),
+    (QWEN2_TIED, Layout(options=OVERLAP), {}),
+    (QWEN2, Layout(tp=2, sp=True, cp=2), {"max_tokens_per_microbatch": 24}),
+    (QWEN2_TIED, Layout(pp=2, vpp=2), {"packed": False}),
+    (LLAMA3, Layout(tp=2, pp=2, sp=True), {}),
+    (LLAMA3_TIED, Layout(tp=2, options=OVERLAP), {}),
+    (LLAMA3, Layout(pp=2, cp=2), {"max_tokens_per_microbatch": 24}),
+    (LLAMA3_TIED, Layout(pp=2, vpp=2), {"packed": False}),
+]
+# Five layers do not divide: the last stage of four has two, the first of two has one, and so on.
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+UNEVEN_CASES = [
+    (Model("qwen3", layers=5), Layout(pp=4, options={LAST: 2}), {}),
+    (Model("qwen2", tied=True, layers=5), Layout(tp=2, pp=2, sp=True, options={FIRST: 1}), {}),
+    (Model("llama3", layers=5), Layout(pp=2, cp=2, options={FIRST: 2, LAST: 3}), {"max_tokens_per_microbatch": 24}),
+    (Model("qwen3_moe", layers=5), Layout(pp=2, ep=2, options={LAST: 2}), {}),
+    (Model("llama", tied=True, layers=6), Layout(pp=2, vpp=2, options={FIRST: 4} | OVERLAP), {}),
+]
+UNEVEN_LAYOUTS = [
+    Layout(pp=4, options={LAST: 2}),
+    Layout(pp=4, options={FIRST: 2}),
+    Layout(pp=4, options={FIRST: 1, LAST: 2}),
+    Layout(tp=2, pp=2, sp=True, options={FIRST: 1}),
+    Layout(pp=2, cp=2, options={LAST: 1}),
+    Layout(pp=2, vpp=2, options={FIRST: 4}),
+    Layout(pp=2, vpp=2, options={LAST: 4}),
+]
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+EVERY_SECOND = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
+FIRST_LAYER = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+RECOMPUTE_CASES = [
+    (QWEN, Layout(tp=2, pp=2, sp=True, options=SELECTIVE), {}),
+    (QWEN2, Layout(cp=2, options=SELECTIVE | DISTRIBUTED), {"max_tokens_per_microbatch": 24}),
+    (LLAMA3, Layout(tp=2, sp=True, options=EVERY_SECOND | OVERLAP), {"packed": False}),
+    (MOE, Layout(pp=2, ep=2, options=FIRST_LAYER), {}),
+    (MOE, Layout(tp=2, sp=True, ep=2, options=SELECTIVE | {"recompute_modules": ["core_attn", "moe"]}), {}),
 ]
 
 
@@ -93,7 +133,13 @@ EXPERT_LAYOUTS = [
     for vpp in ([1, 2] if pp == 2 else [1])
     for options in ({}, OVERLAP)
 ]
-BFLOAT16_LOGPROBS, BFLOAT16_GRADIENT_NORM = 0.1, 0.04
+DENSE = [Model(family, tied) for family in ("qwen2", "qwen3", "llama", "llama3") for tied in (False, True)]
+# bfloat16 has 8 bits of mantissa. Over five families, tied and untied, in four layouts the largest and the mean difference
+# of a log-prob were 0.029 and 0.009, of dense models; 0.27 and 0.014 with experts, where a token near a tie goes to another
+# one; 0.0032 of the loss, and 0.0021 of the gradient norm. The bounds are about twice that. transformers' own bfloat16 is
+# as far from its float32: 0.035 and 0.006, and 0.27 and 0.009.
+BFLOAT16, BFLOAT16_EXPERTS = (0.06, 0.018), (0.55, 0.03)
+BFLOAT16_LOSS, BFLOAT16_GRADIENT_NORM = 0.007, 0.005
 
 
 def _name(value: object) -> str:
@@ -102,13 +148,32 @@ def _name(value: object) -> str:
     return str(value)
 
 
-@pytest.mark.parametrize(("model", "layout", "changes"), CASES, ids=_name)
+@pytest.mark.parametrize(("model", "layout", "changes"), CASES + UNEVEN_CASES + RECOMPUTE_CASES, ids=_name)
 def test_two_steps_equal_plain_autograd(model: Model, layout: Layout, changes: dict, shared_folder: Path) -> None:
     _check_two_steps(model, layout, changes, shared_folder)
 
 
+@pytest.mark.parametrize(
+    ("options", "attention_passes", "layer_passes"),
+    [({}, 1, 1), (SELECTIVE, 2, 1), (EVERY_SECOND, 2, 2), (FIRST_LAYER, 1.5, 1.5)],
+    ids=_name,
+)
+def test_recompute_runs_what_it_names_a_second_time(
+    options: dict, attention_passes: float, layer_passes: float, shared_folder: Path
+) -> None:
+    layout = Layout(tp=2, pp=2, options=options)  # two layers a stage
+    actor = build_actor(save_model(QWEN.build(), shared_folder), layout.config())
+    calls: Counter[str] = Counter()
+    for layer in actor.models[0].decoder.layers:
+        layer.self_attention.core_attention.register_forward_hook(lambda *_: calls.update(["attention"]))
+        layer.self_attention.linear_proj.register_forward_hook(lambda *_: calls.update(["layer"]))
+    microbatches = actor.train_step(random_sequences(), SupervisedLoss()).num_microbatches
+    assert calls == {"attention": 2 * attention_passes * microbatches, "layer": 2 * layer_passes * microbatches}
+    actor.close()
+
+
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("model", [QWEN, TIED, LLAMA], ids=str)
+@pytest.mark.parametrize("model", [QWEN, TIED, LLAMA, QWEN2, LLAMA3], ids=str)
 def test_two_steps_equal_plain_autograd_on_one_rank(model: Model, shared_folder: Path) -> None:
     _check_two_steps(model, Layout(), {}, shared_folder)
 
@@ -149,19 +214,34 @@ def test_a_rank_without_sequences_still_takes_part(
     actor.close()
 
 
-def test_bfloat16_stays_near_float32(shared_folder: Path) -> None:
-    """bfloat16 has 8 bits of mantissa: log-probs differ by a few hundredths here. The bounds are about twice what was seen."""
-    folder, sequences = save_model(QWEN.build(), shared_folder), random_sequences()
-    actor = build_actor(folder, Layout(tp=2, pp=2, sp=True).config(dtype="bfloat16"))
-    oracle = QWEN.build()
-    for index, logprobs in actor.logprobs(sequences).items():
-        with torch.no_grad():
-            expected = oracle_logprobs(oracle, sequences[index])
-        torch.testing.assert_close(torch.tensor(logprobs), expected, atol=BFLOAT16_LOGPROBS, rtol=0)
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (QWEN, Layout(tp=2, pp=2, sp=True)),
+        (QWEN2_TIED, Layout(cp=2, options=OVERLAP)),
+        (LLAMA3, Layout(pp=2, vpp=2)),
+        (MOE, Layout(tp=2, sp=True, ep=2)),
+    ],
+    ids=str,
+)
+def test_bfloat16_stays_near_transformers(model: Model, layout: Layout, shared_folder: Path) -> None:
+    """Near transformers in float32, and in bfloat16: see BFLOAT16 above."""
+    oracle, sequences = model.build(), random_sequences()
+    actor = build_actor(save_model(oracle, shared_folder), layout.config(dtype="bfloat16"))
+    computed = actor.logprobs(sequences)
+    for reference in (oracle, copy.deepcopy(oracle).bfloat16()):
+        differences = []
+        for index, logprobs in computed.items():
+            with torch.no_grad():
+                differences.append((torch.tensor(logprobs) - oracle_logprobs(reference, sequences[index])).abs())
+        if differences:
+            largest, mean = BFLOAT16_EXPERTS if model is MOE else BFLOAT16
+            assert torch.cat(differences).max() <= largest
+            assert torch.cat(differences).mean() <= mean
     trainer = OracleTrainer(oracle)
     expected_loss, _ = trainer.gradients(sequences)
     report = actor.train_step(sequences, SupervisedLoss())
-    assert report.loss == pytest.approx(expected_loss, abs=BFLOAT16_LOGPROBS)
+    assert report.loss == pytest.approx(expected_loss, abs=BFLOAT16_LOSS)
     assert report.grad_norm == pytest.approx(trainer.step(), rel=BFLOAT16_GRADIENT_NORM)
     assert all(tensor.dtype == torch.bfloat16 for _, tensor in actor.export_weights())
     actor.close()
@@ -198,7 +278,7 @@ def test_a_step_that_is_not_finite_changes_nothing(only_the_gradient: bool, shar
 @pytest.mark.full
 @pytest.mark.parametrize("microbatch_tokens", [24, 4096])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("model", [QWEN, TIED, LLAMA, Model("llama", tied=True)], ids=str)
+@pytest.mark.parametrize("model", DENSE, ids=str)
 @pytest.mark.parametrize("layout", ALL_LAYOUTS, ids=str)
 def test_every_layout_with_every_model(
     layout: Layout, model: Model, packed: bool, microbatch_tokens: int, shared_folder: Path
@@ -208,7 +288,7 @@ def test_every_layout_with_every_model(
 
 @pytest.mark.full
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("model", [QWEN, Model("llama", tied=True)], ids=str)
+@pytest.mark.parametrize("model", [QWEN, Model("llama", tied=True), QWEN2_TIED, LLAMA3], ids=str)
 @pytest.mark.parametrize("layout", CONTEXT_LAYOUTS, ids=str)
 def test_every_layout_with_context_parallelism(layout: Layout, model: Model, packed: bool, shared_folder: Path) -> None:
     _check_two_steps(model, layout, {"packed": packed, "max_tokens_per_microbatch": 24}, shared_folder)
@@ -219,6 +299,17 @@ def test_every_layout_with_context_parallelism(layout: Layout, model: Model, pac
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS, ids=str)
 def test_every_layout_of_a_mixture_of_experts(layout: Layout, packed: bool, shared_folder: Path) -> None:
     _check_two_steps(MOE, layout, {"packed": packed, "max_tokens_per_microbatch": 24}, shared_folder)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [{}, SELECTIVE, EVERY_SECOND, FIRST_LAYER, OVERLAP], ids=_name)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "llama3", "qwen3_moe"])
+@pytest.mark.parametrize("layout", UNEVEN_LAYOUTS, ids=str)
+def test_every_uneven_pipeline_with_recompute(layout: Layout, family: str, options: dict, shared_folder: Path) -> None:
+    if options is SELECTIVE and family == "qwen3_moe":
+        options = SELECTIVE | {"recompute_modules": ["core_attn", "moe"]}
+    model = Model(family, layers=6 if layout.vpp == 2 else 5)
+    _check_two_steps(model, layout, {"max_tokens_per_microbatch": 24, **options}, shared_folder)
 
 
 def _check_two_steps(model: Model, layout: Layout, changes: dict, folder: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from a3po_megatron.actor.token_head import TokenHead, VocabularyPart, is_greedy, logprobs_and_entropy
 from a3po_megatron.objective.supervised import SupervisedLoss
 from tests.distributed.layouts import Layout, Model, OracleTrainer, build_actor, random_sequences, save_model
-from tests.distributed.test_parity import BFLOAT16_LOGPROBS, TOLERANCE
+from tests.distributed.test_parity import BFLOAT16, TOLERANCE
 
 QWEN, TIED = Model("qwen3"), Model("qwen3", tied=True)
 ENTROPY_WEIGHT = 0.3
@@ -106,7 +106,7 @@ def test_float32_head_of_a_bfloat16_actor(shared_folder: Path) -> None:
         actor.close()
     exact, rounded, unrounded = found
     for index, expected in exact.items():
-        torch.testing.assert_close(unrounded[index], expected, atol=BFLOAT16_LOGPROBS, rtol=0)
+        torch.testing.assert_close(unrounded[index], expected, atol=BFLOAT16[0], rtol=0)
         assert not torch.equal(rounded[index], unrounded[index])
 
 

@@ -15,6 +15,7 @@ from tests.distributed.layouts import Layout, Model, build_actor, hf_tensors, ra
 
 MOE = Model("qwen3_moe")
 MODELS = [Model("qwen3"), Model("qwen3", tied=True), Model("llama"), Model("llama", tied=True)]
+FAMILIES = ["qwen2", "qwen3", "llama", "llama3", "qwen3_moe"]
 LAYOUTS = [Layout(tp=2, pp=2), Layout(tp=2, pp=2, vpp=2, sp=True), Layout(pp=4), Layout()]
 MOE_LAYOUTS = [
     Layout(ep=2),
@@ -25,6 +26,19 @@ MOE_LAYOUTS = [
 ]
 CASES = [(model, layout) for model in MODELS for layout in LAYOUTS]
 CASES += [(MOE, layout) for layout in MOE_LAYOUTS] + [(Model("qwen3_moe", tied=True), Layout(pp=2, ep=2))]
+# every family, tied and untied, with padding of the vocabulary (131) and without (132)
+CASES += [
+    (Model(family, tied, vocab=vocab), Layout(tp=2, pp=2, sp=True))
+    for family in FAMILIES
+    for tied in (False, True)
+    for vocab in (131, 132)
+]
+UNEVEN = {"num_layers_in_first_pipeline_stage": 1}
+CASES += [
+    (Model("qwen2", tied=True, layers=5), Layout(tp=2, pp=2, options=UNEVEN)),
+    (Model("llama3", layers=5), Layout(pp=4, options={"num_layers_in_last_pipeline_stage": 2})),
+    (Model("qwen3_moe", layers=6), Layout(pp=2, vpp=2, ep=2, options={"num_layers_in_first_pipeline_stage": 4})),
+]
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES, ids=str)
@@ -70,7 +84,12 @@ def test_export_is_fresh_while_the_parameter_gather_is_still_overlapped(shared_f
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [(Model(), Layout(tp=2, pp=2)), (Model(), Layout(pp=4)), (MOE, Layout(tp=2, sp=True, ep=4))],
+    [
+        (Model(), Layout(tp=2, pp=2)),
+        (Model(), Layout(pp=4)),
+        (MOE, Layout(tp=2, sp=True, ep=4)),
+        (Model("qwen2"), Layout(tp=2, pp=2)),
+    ],
     ids=str,
 )
 def test_random_weights_do_not_depend_on_the_layout(model: Model, layout: Layout, shared_folder: Path) -> None:
@@ -79,5 +98,6 @@ def test_random_weights_do_not_depend_on_the_layout(model: Model, layout: Layout
     actor = build_actor(folder, layout.config(), init="random", init_seed=3, init_std=0.05)
     for name, tensor in actor.export_weights():
         assert torch.equal(tensor.cpu(), source(name)), name
+        assert not (name.endswith(".bias") and tensor.any()), name
     actor.close()
     dist.barrier()

@@ -22,7 +22,7 @@ ORDER = [
     {"reward"},
     {"data"},
     {"objective"},
-    {"wire", "run_token", "checkpoint_folder"},
+    {"wire", "run_token", "checkpoint_folder", "estimate"},
     {"records"},
     {"config"},
     {"errors"},
@@ -52,6 +52,7 @@ TORCH_FREE = [
     "data.arithmetic",
     "actor.hf_folder",
     "evaluate.build",
+    "estimate.plan",
 ]
 
 

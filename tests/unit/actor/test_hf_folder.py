@@ -60,7 +60,11 @@ def test_an_interrupted_write_leaves_no_folder_of_that_name(tmp_path: Path, tens
 
 def test_what_repeats_known_tensors_is_no_fault(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     tied = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
-    repeated = {"lm_head.weight": torch.zeros(131, 12), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
+    repeated = {
+        "lm_head.weight": torch.zeros(131, 12),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2),
+        "model.layers.0.mlp.down_proj._extra_state": torch.zeros(3, dtype=torch.uint8),
+    }
     save_file(tied | repeated, tmp_path / "model.safetensors")
     HFFolder(tmp_path, replace(SHAPE, tie_word_embeddings=True))
 

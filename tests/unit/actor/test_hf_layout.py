@@ -34,6 +34,16 @@ def test_query_key_value_are_fused_group_by_group() -> None:
     assert heads == [[0, 1, 10, 20], [2, 3, 11, 21]]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_bias_of_query_key_value_lies_as_the_rows_that_it_is_added_to(rank: int) -> None:
+    biases = [torch.arange(rows) + base for rows, base in ((20, 0), (10, 100), (10, 200))]
+    rows = shard("qkv", [bias[:, None].expand(-1, 12) for bias in biases], SHAPE, 2, rank)
+    mine = shard("qkv", biases, SHAPE, 2, rank)
+    assert mine.tolist() == rows[:, 0].tolist()
+    both = [shard("qkv", biases, SHAPE, 2, rank) for rank in range(2)]
+    assert [bias.tolist() for bias in join("qkv", both, SHAPE)] == [bias.tolist() for bias in biases]
+
+
 def test_the_vocabulary_is_padded_with_zeros_on_the_last_rank() -> None:
     last = shard("vocab", [torch.ones(131, 12)], SHAPE, 2, 1)
     assert last.shape == (66, 12)

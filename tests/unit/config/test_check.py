@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from a3po_megatron.config.algorithm import AlgorithmConfig
 from a3po_megatron.config.check import ARITHMETIC_VOCABULARY, check_actor, check_optimizer, check_pretrain, check_train
 from a3po_megatron.config.evaluation import EvaluateConfig
 from a3po_megatron.config.load import load_config
@@ -20,12 +21,28 @@ from a3po_megatron.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from a3po_megatron.controller.build import check_controller
 from a3po_megatron.data.arithmetic import TOKENS
 from a3po_megatron.errors import UserError
 
 SMOLLM2 = ModelShape("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192, 1e-5, 1e5, True)
 QWEN = ModelShape("qwen3", 4, 64, 128, 8, 4, 16, 1000, 512, 1e-6, 1e6, False)
 MOE = replace(QWEN, family="qwen3_moe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=36)
+# What the cluster's configurations are for, from the published config.json; their model.path is left to the launcher.
+QWEN3_8B = ModelShape("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, 40960, 1e-6, 1e6, False)
+CLUSTER = {
+    "qwen2_5_1p5b_gsm8k": ModelShape("qwen2", 28, 1536, 8960, 12, 2, 128, 151936, 32768, 1e-6, 1e6, True),
+    "qwen3_8b_dapo": QWEN3_8B,
+    "qwen3_14b_dapo": replace(
+        QWEN3_8B, num_layers=40, hidden_size=5120, intermediate_size=17408, num_attention_heads=40
+    ),
+    "qwen3_32b_dapo": replace(
+        QWEN3_8B, num_layers=64, hidden_size=5120, intermediate_size=25600, num_attention_heads=64
+    ),
+    "qwen3_30b_a3b_dapo": ModelShape(
+        "qwen3_moe", 48, 2048, 6144, 32, 4, 128, 151936, 40960, 1e-6, 1e6, False, 128, 8, 768, True
+    ),
+}
 ROOT = Path(__file__).parents[3]
 
 
@@ -33,7 +50,17 @@ SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
 
 
 def test_there_are_shipped_files() -> None:
-    assert SHIPPED
+    assert {path.stem for path in SHIPPED} >= CLUSTER.keys()
+
+
+@pytest.mark.parametrize("name", CLUSTER)
+def test_a_cluster_configuration_passes_every_check_once_the_launcher_has_named_the_model(name: str) -> None:
+    config = load_config(
+        TrainConfig, ROOT / f"configs/{name}.yaml", ["model.path=/models/named", "run.dir=/runs/named"]
+    )
+    assert (config.actor.device, config.actor.dtype, config.rollout.enforce_eager) == ("cuda", "bfloat16", False)
+    check_train(config, CLUSTER[name])
+    check_controller(config)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
@@ -45,6 +72,8 @@ def test_every_shipped_file_is_valid(path: Path) -> None:
         check_pretrain(load_config(PretrainConfig, path), arithmetic)
     elif recipe == "evaluate":
         load_config(EvaluateConfig, path)  # tests/unit/evaluate/test_target.py checks the settings
+    elif path.stem in CLUSTER:
+        assert not load_config(TrainConfig, path).model.path
     else:
         config = load_config(TrainConfig, path)
         made = ROOT / "configs/models" / Path(config.model.path).name  # what a random model was made from
@@ -66,7 +95,65 @@ def test_every_shipped_file_is_valid(path: Path) -> None:
             "actor.tensor_parallel=8 does not divide the model's 4 key/value heads; use 1 or 2 or 4",
         ),
         ({"pipeline_parallel": 8}, QWEN, "makes 8 chunks, more than the model's 4 layers; use at most 4"),
-        ({"pipeline_parallel": 3}, QWEN, "makes 3 chunks, which do not divide the model's 4 layers evenly"),
+        (
+            {"pipeline_parallel": 3},
+            QWEN,
+            "makes 3 chunks, which do not divide the model's 4 layers evenly; "
+            "actor.num_layers_in_last_pipeline_stage=2 would leave 1 to each other stage",
+        ),
+        (
+            {"pipeline_parallel": 4},
+            SMOLLM2,
+            "actor.num_layers_in_last_pipeline_stage=6 would leave 8 to each other stage",
+        ),
+        (
+            {"pipeline_parallel": 4, "virtual_pipeline_parallel": 2},
+            SMOLLM2,
+            "actor.num_layers_in_last_pipeline_stage=6 would leave 8 to each other stage",
+        ),
+        (
+            {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2},
+            replace(SMOLLM2, num_layers=5),
+            "makes 4 chunks, which do not divide the model's 5 layers evenly; use another actor.virtual_pipeline_parallel",
+        ),
+        ({"num_layers_in_first_pipeline_stage": 4}, QWEN, "the one stage of actor.pipeline_parallel=1 has every layer"),
+        (
+            {"pipeline_parallel": 4, "num_layers_in_first_pipeline_stage": 6, "num_layers_in_last_pipeline_stage": 7},
+            SMOLLM2,
+            "leave 17 of the model's 30 layers for the other 2 of 4 pipeline stages, which must share them evenly",
+        ),
+        (
+            {"pipeline_parallel": 2, "num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 2},
+            QWEN,
+            "leave 1 of the model's 4 layers for the other 0 of 2 pipeline stages",
+        ),
+        ({"pipeline_parallel": 2, "num_layers_in_last_pipeline_stage": 4}, QWEN, "leave 0 of the model's 4 layers"),
+        ({"pipeline_parallel": 2, "num_layers_in_last_pipeline_stage": -1}, QWEN, "must be at least 0"),
+        (
+            {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "num_layers_in_first_pipeline_stage": 1},
+            QWEN,
+            "cannot be cut into actor.virtual_pipeline_parallel=2 equal chunks",
+        ),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+            QWEN,
+            "actor.recompute_modules=['layernorm']: of this model core_attn and mlp can be recomputed",
+        ),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+            MOE,
+            "of this model core_attn and moe can be recomputed",
+        ),
+        ({"recompute_granularity": "selective", "recompute_modules": []}, QWEN, "name at least one"),
+        ({"recompute_num_layers": 0}, QWEN, "actor.recompute_num_layers=0: must be at least 1"),
+        ({"moe_aux_loss_coeff": 0.01}, QWEN, "actor.moe_aux_loss_coeff=0.01: the model has no experts"),
+        ({"moe_z_loss_coeff": -0.01}, MOE, "actor.moe_z_loss_coeff=-0.01: must be at least 0"),
+        ({"optimizer_cpu_offload": True}, QWEN, "needs actor.distributed_optimizer=true"),
+        (
+            {"optimizer_cpu_offload": True, "distributed_optimizer": True, "optimizer_offload_fraction": 0.0},
+            QWEN,
+            "actor.optimizer_offload_fraction=0.0: above 0 and at most 1",
+        ),
         (
             {"pipeline_parallel": 2, "virtual_pipeline_parallel": 4},
             QWEN,
@@ -124,6 +211,16 @@ def test_a_layout_that_does_not_fit_is_refused(settings: dict, shape: ModelShape
         ({"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}, QWEN),
         ({"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}, QWEN),
         ({"context_parallel": 3}, QWEN),
+        ({"pipeline_parallel": 4, "num_layers_in_last_pipeline_stage": 6}, SMOLLM2),
+        (
+            {"pipeline_parallel": 4, "num_layers_in_first_pipeline_stage": 6, "num_layers_in_last_pipeline_stage": 8},
+            SMOLLM2,
+        ),
+        (
+            {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "num_layers_in_first_pipeline_stage": 12},
+            replace(SMOLLM2, num_layers=30 - 2),
+        ),
+        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]}, MOE),
         ({"expert_parallel": 6, "context_parallel": 2, "data_parallel": 3}, MOE),
         # experts are not split over tensor-parallel ranks, so their columns need not divide
         ({"tensor_parallel": 4, "sequence_parallel": True, "expert_parallel": 2}, replace(MOE, intermediate_size=0)),
@@ -189,3 +286,12 @@ def test_pretraining_settings_out_of_range_are_refused(changes: dict, message: s
     with pytest.raises(UserError) as caught:
         check_pretrain(replace(PretrainConfig(), **changes), QWEN)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("aggregation", ["sequence", "fixed_length"])
+def test_auxiliary_losses_of_experts_go_with_a_count_of_tokens_only(aggregation: str) -> None:
+    algorithm = AlgorithmConfig(aggregation=aggregation, fixed_length=64 if aggregation == "fixed_length" else 0)  # type: ignore[arg-type]
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        config = replace(TrainConfig(), actor=ActorConfig(**{name: 0.01}), algorithm=algorithm)  # type: ignore[arg-type]
+        with pytest.raises(UserError, match=f"algorithm.aggregation={aggregation} with actor.moe_aux_loss_coeff="):
+            check_train(config, MOE)

@@ -1,0 +1,1 @@
+"""What a run needs, computed from its settings: memory, FLOPs, time. Imports settings only, and no torch."""

@@ -1,0 +1,216 @@
+"""A real SLURM of four nodes on this machine: each node a slurmd in network, UTS, PID and mount namespaces of its own.
+
+Needs root and Debian's packages slurmctld, slurmd, slurm-client and munge; nothing of the system's own SLURM or munge is used or
+changed. GPUs are copies of /dev/null that SLURM hands out as if they were GPUs. Nodes share this machine's file system.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]  # jobs are submitted from here
+NODES = 4
+GPUS = 8
+NETWORK = "10.77.0"
+BRIDGE = "a3pobr0"
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare")
+START_S = 60.0
+POLL_S = 0.1
+FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
+
+
+def why_not() -> str | None:
+    """Return why no cluster can be started here, None when it can."""
+    if os.geteuid() != 0:
+        return "a test cluster needs root, for namespaces"
+    missing = [program for program in PROGRAMS if shutil.which(program) is None]
+    return f"not installed: {', '.join(missing)} (tests/slurm/install.sh)" if missing else None
+
+
+class Cluster:
+    """Started by the constructor; `stop` leaves no process, interface or namespace."""
+
+    def __init__(self, root: Path) -> None:
+        """`root`: an empty folder with a short path, since a socket lies in it."""
+        self.root = root
+        for name in ("etc", "state", "spool", "log", "run", "gpu"):
+            (root / name).mkdir(parents=True)
+        self.environment = os.environ | {"SLURM_CONF": str(root / "etc" / "slurm.conf")}
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._write_configuration()
+        try:
+            self._start_network()
+            self._start_controllers()
+            for number in range(1, NODES + 1):
+                self.start_node(number)
+            self._wait_for_nodes()
+        except BaseException:
+            self.stop()
+            raise
+
+    def start_node(self, number: int) -> None:
+        """Start one node; the whole of it dies with the process that holds it."""
+        name = f"node{number}"
+        (self.root / "spool" / name).mkdir(exist_ok=True)
+        hosts = self.root / "etc" / "hosts"
+        inside = f"hostname {name}; mount --bind {hosts} /etc/hosts; exec slurmd -D -N {name}"
+        spaces = ["unshare", "--uts", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
+        self._spawn(name, ["nsenter", f"--net=/run/netns/a3po{number}", *spaces, "sh", "-c", inside])
+
+    def stop(self) -> None:
+        """End every job, daemon and namespace of this cluster."""
+        self.run("scancel", "--user=root", check=False)
+        for name, daemon in reversed(self._daemons.items()):
+            daemon.send_signal(signal.SIGKILL if name.startswith("node") else signal.SIGTERM)
+            try:
+                daemon.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait(timeout=20)
+        for number in range(1, NODES + 1):
+            subprocess.run(["ip", "link", "del", f"a3pov{number}"], capture_output=True)
+            subprocess.run(["ip", "netns", "del", f"a3po{number}"], capture_output=True)
+        subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True)
+
+    def run(self, *command: str, check: bool = True, environment: Mapping[str, str] | None = None) -> str:
+        """Run a SLURM command and return what it prints."""
+        done = subprocess.run(
+            command,
+            env=environment or self.environment,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        if check and done.returncode:
+            raise AssertionError(f"{' '.join(command)}: {done.stdout}{done.stderr}")
+        return done.stdout.strip()
+
+    def submit(
+        self, script: Path, variables: Mapping[str, str], options: Sequence[str], arguments: Sequence[str]
+    ) -> str:
+        """Submit a job script as a user does, with variables in the environment; return the job's id."""
+        environment = {**self.environment, **variables}
+        return self.run("sbatch", "--parsable", *options, str(script), *arguments, environment=environment)
+
+    def field(self, job: str, name: str) -> str:
+        """Return a field of `scontrol show job`."""
+        for word in self.run("scontrol", "-o", "show", "job", job).split():
+            key, _, value = word.partition("=")
+            if key == name:
+                return value
+        raise AssertionError(f"job {job} has no field {name}")
+
+    def wait_for(self, job: str, states: Sequence[str], timeout_s: float) -> str:
+        """Return the job's state once it is one of `states`."""
+        deadline = time.monotonic() + timeout_s
+        while (state := self.field(job, "JobState")) not in states:
+            assert time.monotonic() < deadline, f"job {job} is still {state} after {timeout_s:g} s, not {states}"
+            time.sleep(POLL_S)
+        return state
+
+    def _spawn(self, name: str, command: Sequence[str]) -> None:
+        with (self.root / "log" / f"{name}.out").open("ab") as output:
+            self._daemons[name] = subprocess.Popen(
+                command,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def _start_network(self) -> None:
+        def ip(*words: str) -> None:
+            subprocess.run(["ip", *words], check=True, capture_output=True)
+
+        ip("link", "add", BRIDGE, "type", "bridge")
+        ip("addr", "add", f"{NETWORK}.254/24", "dev", BRIDGE)
+        ip("link", "set", BRIDGE, "up")
+        for number in range(1, NODES + 1):
+            space, outer = f"a3po{number}", f"a3pov{number}"
+            ip("netns", "add", space)
+            ip("link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", space)
+            ip("link", "set", outer, "master", BRIDGE, "up")
+            ip("-n", space, "addr", "add", f"{NETWORK}.{number}/24", "dev", "eth0")
+            ip("-n", space, "link", "set", "lo", "up")
+            ip("-n", space, "link", "set", "eth0", "up")
+
+    def _start_controllers(self) -> None:
+        run, log = self.root / "run", self.root / "log"
+        key = self.root / "etc" / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o600)
+        places = [f"--key-file={key}", f"--socket={run}/munge.socket", f"--pid-file={run}/munged.pid"]
+        places += [f"--log-file={log}/munged.log", f"--seed-file={run}/munged.seed"]
+        self._spawn("munged", ["munged", "--foreground", "--force", *places])
+        deadline = time.monotonic() + START_S
+        while not (run / "munge.socket").exists():
+            assert time.monotonic() < deadline, f"munged does not start: {(log / 'munged.out').read_text()}"
+            time.sleep(POLL_S)
+        self._spawn("slurmctld", ["slurmctld", "-D", "-i"])
+
+    def _wait_for_nodes(self) -> None:
+        deadline = time.monotonic() + START_S
+        while self.run("sinfo", "-h", "-N", "-o", "%T", check=False).split() != ["idle"] * NODES:
+            assert time.monotonic() < deadline, f"nodes do not come up: {self.run('sinfo', '-N', '-l', check=False)}"
+            time.sleep(POLL_S)
+
+    def _write_configuration(self) -> None:
+        etc, log, run = self.root / "etc", self.root / "log", self.root / "run"
+        for number in range(GPUS):
+            os.mknod(self.root / "gpu" / f"gpu{number}", 0o020666, os.makedev(1, 3))
+        nodes = [
+            f"NodeName=node{i} NodeHostname=node{i} NodeAddr={NETWORK}.{i} Sockets=2 CoresPerSocket=32 ThreadsPerCore=1 "
+            f"RealMemory=1000000 Gres=gpu:{GPUS} State=UNKNOWN"
+            for i in range(1, NODES + 1)
+        ]
+        settings = {
+            "ClusterName": "a3potest",
+            "SlurmctldHost": f"{os.uname().nodename}({NETWORK}.254)",
+            "SlurmUser": "root",
+            "SlurmdUser": "root",
+            "AuthType": "auth/munge",
+            "CredType": "cred/munge",
+            "AuthInfo": f"socket={run}/munge.socket",
+            "SlurmctldPort": 16817,
+            "SlurmdPort": 16818,
+            "StateSaveLocation": self.root / "state",
+            "SlurmdSpoolDir": f"{self.root}/spool/%n",
+            "SlurmctldPidFile": run / "slurmctld.pid",
+            "SlurmdPidFile": f"{run}/slurmd.%n.pid",
+            "SlurmctldLogFile": log / "slurmctld.log",
+            "SlurmdLogFile": f"{log}/slurmd.%n.log",
+            "ProctrackType": "proctrack/linuxproc",
+            "TaskPlugin": "task/none",
+            "MpiDefault": "none",
+            "SwitchType": "switch/none",
+            "SelectType": "select/cons_tres",
+            "SelectTypeParameters": "CR_Core",
+            "SlurmdParameters": "config_overrides",
+            "ReturnToService": 2,
+            "GresTypes": "gpu",
+            "AccountingStorageType": "accounting_storage/none",
+            "JobAcctGatherType": "jobacct_gather/none",
+            "MinJobAge": 86400,  # a finished job can be asked about for as long as the tests last
+            "SlurmdTimeout": 30,
+            "SlurmctldTimeout": 30,
+            "KillWait": 20,
+            "InactiveLimit": 0,
+            "Waittime": 0,
+            "MessageTimeout": 30,
+            "SchedulerParameters": "sched_interval=2,bf_interval=2,batch_sched_delay=0,sched_min_interval=0",
+            # Two jobs may share a node although the scripts ask for whole nodes.
+            "PartitionName": "gpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4",
+        }
+        lines = [f"{name}={value}" for name, value in settings.items()]
+        (etc / "slurm.conf").write_text("\n".join([*lines, *nodes]) + "\n")
+        (etc / "gres.conf").write_text(f"NodeName=node[1-{NODES}] Name=gpu File={self.root}/gpu/gpu[0-{GPUS - 1}]\n")
+        (etc / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # loaded whatever ProctrackType says
+        names = [f"{NETWORK}.{i} node{i}" for i in range(1, NODES + 1)]
+        (etc / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names]) + "\n")

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Installs the distribution's SLURM for the tests where that is allowed: as root, with apt. Says so where it is not.
+set -euo pipefail
+packages=(slurmctld slurmd slurm-client munge iproute2)
+if command -v slurmctld slurmd sbatch munged ip >/dev/null; then exit 0; fi
+if [ "$(id -u)" != 0 ]; then
+  echo "tests/slurm: not root, so SLURM is not installed and its tests are skipped; as root: apt-get install ${packages[*]}"
+elif ! command -v apt-get >/dev/null; then
+  echo "tests/slurm: no apt-get, so SLURM is not installed and its tests are skipped"
+else
+  log=$(mktemp)
+  if { apt-get install -y --no-install-recommends "${packages[@]}" ||
+    { apt-get update && apt-get install -y --no-install-recommends "${packages[@]}"; }; } >"$log" 2>&1 </dev/null; then
+    echo "tests/slurm: installed ${packages[*]}"
+  else
+    echo "tests/slurm: cannot install ${packages[*]}, so their tests are skipped: $(tail -n 1 "$log")"
+  fi
+  rm -f "$log"
+fi
