@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.rollout.in_flight import go_on, stop_for_update
 from a3po_megatron.rollout.replicas import Replica, Replicas
 
 
@@ -108,7 +109,7 @@ class Publications:
                     self._replicas.version = version
                     for replica in self._replicas:  # one that came meanwhile is not a member
                         replica.state = "current" if any(replica is member for member in members) else "behind"
-                failed |= await self._replicas.on_each(members, lambda replica: replica.client.resume())
+                failed |= await self._replicas.on_each(members, go_on)
                 members = [replica for replica in members if self._replicas.holds(replica)]
             finally:
                 self._publication = None
@@ -153,7 +154,7 @@ class Publications:
         return await self._replicas.on_each(members, receive)
 
     async def _pause(self, replica: Replica) -> None:
-        await replica.client.pause(rebuild_kv=self._config.kv_on_update == "rebuild")
+        await stop_for_update(replica, self._config)
 
     async def _wait_for_any(self, version: int) -> None:
         timeout_s = self._config.startup_timeout_s
