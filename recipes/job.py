@@ -4,7 +4,7 @@
     python -m recipes.job node CONFIG [OVERRIDES] ... --facts DIR --job-id J --canary TEXT        on each node: what is here?
     python -m recipes.job open CONFIG [OVERRIDES] ... --facts DIR                                 do the nodes fit? run folder
 
-`open` prints the first of the job's ports. Exit code 2 and one line for whatever does not fit.
+`open` prints the address of the first actor node and the first of the job's ports. Whatever does not fit is one line, exit code 2.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     min_free_bytes = int(options.min_free_gb * 1e9)
     port = node_facts.check_facts(all_facts, cluster.gpus_per_node, config.model.path, min_free_bytes)
     open_run_folder(config)
-    print(port)
+    print(all_facts[0].address, port)
     return 0
 
 

@@ -21,6 +21,8 @@ from a3po_megatron.rollout import buckets
 from a3po_megatron.rollout.weight_receiver import Incoming, Tensors, WeightReceiver
 
 HOST = "127.0.0.1"
+COUNTERS = ("num_requests_running", "num_requests_waiting", "num_preemptions", "prompt_tokens", "generation_tokens")
+IDLE = "".join(f"vllm:{name} 0\n" for counter in COUNTERS for name in (counter, f"{counter}_total"))  # of /metrics
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,10 @@ def serve(port_to: Connection, fault: Fault | None = None) -> None:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            self._answer({})
+            if self.path == "/metrics":
+                self._send(200, IDLE)
+            else:
+                self._answer({})
 
         def do_POST(self) -> None:
             self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}"))
@@ -131,6 +136,9 @@ def serve(port_to: Connection, fault: Fault | None = None) -> None:
                 status, answer = 200, json.dumps(stand_in.answer(self.path.partition("?")[0], body))
             except Exception as error:
                 status, answer = 500, f"{type(error).__name__}: {error}"
+            self._send(status, answer)
+
+        def _send(self, status: int, answer: str) -> None:
             self.send_response(status)
             self.send_header("Content-Length", str(len(answer.encode())))
             self.end_headers()

@@ -19,6 +19,10 @@ class RunConfig:
     seed: int = 0
     num_steps: int = 100  # batches in reinforcement learning, optimizer steps in pretraining
     checkpoint_every: int = 0  # steps between checkpoints of the actor; 0: only the last one
+    # True: training goes on while a checkpoint is written, from a copy of the state in host memory
+    checkpoint_async: bool = False
+    keep_last: int = 0  # newest checkpoints kept, older ones are deleted; 0: all are kept
+    keep_every: int = 0  # steps; checkpoints at its multiples are kept besides; 0: none
     resume: bool = False  # continue from the newest complete checkpoint below `dir`
 
 
@@ -132,14 +136,20 @@ class RolloutConfig:
 
     temperature: float = 1.0
     max_response_tokens: int = 64
-    # Log-probabilities are exact only for the plain distribution: any other value of the next four is refused.
+    # Log-probabilities are exact only for the plain distribution: any other value of the next seven is refused.
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    stream_interval: int = 8  # tokens between two partial results of a request
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    stream_interval: int = 32  # tokens between two partial results of a request; fewer cost the controller more
 
-    kv_on_update: Literal["rebuild", "keep"] = "rebuild"  # of requests in flight when new weights arrive
+    # Requests in flight when new weights arrive go on with them, are aborted and asked again for the rest, or may end first.
+    in_flight: Literal["continue", "abort", "drain"] = "continue"
+    kv_on_update: Literal["rebuild", "keep"] = "rebuild"  # cached keys and values of requests that continue
+    drain_timeout_s: float = 60.0  # drain: how long they may take to end; the rest is aborted and asked again
     # How weights travel from the actor. auto: nccl where actor and servers have GPUs, else gloo; file: through `run.dir`, which
     # must be a folder that all nodes see
     weight_transfer: Literal["auto", "gloo", "nccl", "file"] = "auto"
@@ -152,6 +162,9 @@ class RolloutConfig:
     request_timeout_s: float = 600.0  # of one response, pauses included
     control_timeout_s: float = 60.0  # of one control call (pause, resume, health...)
     transfer_timeout_s: float = 300.0  # of joining the weight group, and of sending one version
+    stall_timeout_s: float = (
+        120.0  # a server that does not answer, or has requests and no new token, for so long is hung
+    )
     controller_timeout_s: float = 120.0  # a supervisor that cannot reach the controller for so long stops
     stop_timeout_s: float = 15.0  # between asking a server to end and killing it
     heartbeat_s: float = 2.0  # between two looks at the servers and the controller
@@ -160,8 +173,9 @@ class RolloutConfig:
 
     @property
     def publication_timeout_s(self) -> float:
-        """Longest time that new weights may take to arrive: joining the group, start, transfer."""
-        return self.control_timeout_s + 2 * self.transfer_timeout_s
+        """Longest time that new weights may take to arrive: draining, joining the group, start, transfer."""
+        drain_s = self.drain_timeout_s if self.in_flight == "drain" else 0.0
+        return drain_s + self.control_timeout_s + 2 * self.transfer_timeout_s
 
 
 @dataclass(frozen=True)

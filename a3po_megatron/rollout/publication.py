@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from a3po_megatron.config.schema import RolloutConfig
-from a3po_megatron.rollout.client import ReplicaError
+from a3po_megatron.rollout.control import ReplicaError
+from a3po_megatron.rollout.in_flight import go_on, stop_for_update
 from a3po_megatron.rollout.replicas import Replica, Replicas
 from a3po_megatron.rollout.transfer_messages import GROUP_BROKEN, Transfer
 
@@ -218,7 +219,7 @@ class Publications:
         self._replicas.version = publication.version
         for replica in self._replicas:  # one that came meanwhile is not a member
             replica.state = "current" if _is_in(replica, publication.done) else "behind"
-        publication.failed |= await self._replicas.on_each(publication.done, lambda replica: replica.client.resume())
+        publication.failed |= await self._replicas.on_each(publication.done, go_on)
         members = [replica for replica in publication.done if self._replicas.holds(replica)]
         names = tuple(replica.client.name for replica in members)
         if publication.transfer != "file" and names == tuple(r.client.name for r in publication.members):
@@ -295,7 +296,7 @@ class Publications:
                 await self._pause(replica)
                 await self._update(replica, version, manifest, from_files=True)
                 await replica.client.finish_weight_update(version)
-                await replica.client.resume()
+                await go_on(replica)
 
             if self._replicas.holds(replica) and not await self._replicas.on_each([replica], fill):
                 replica.state = "current"
@@ -307,7 +308,7 @@ class Publications:
         return [replica for replica in members if self._replicas.holds(replica)]
 
     async def _pause(self, replica: Replica) -> None:
-        await replica.client.pause(rebuild_kv=self._config.kv_on_update == "rebuild")
+        await stop_for_update(replica, self._config)
 
     async def _wait_for_any(self, publication: _Publication) -> None:
         timeout_s = self._config.startup_timeout_s

@@ -61,7 +61,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, beta2=0.99, clip_grad=0.5)
 
 def test_device() -> ActorConfig:
     """Settings that only choose the device: GPUs where every rank has one, else CPUs."""
-    ranks = int(os.environ["WORLD_SIZE"])
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))  # of this node
     return ActorConfig(device="cuda" if torch.cuda.device_count() >= ranks else "cpu")
 
 

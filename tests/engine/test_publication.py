@@ -1,6 +1,7 @@
 """New weights into a running vLLM server: exact per version, whatever was in flight, and refused when damaged."""
 
 import asyncio
+import copy
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen3ForCausalLM
 
 from a3po_megatron.rollout.client import Generation, PartialGeneration
 from a3po_megatron.rollout.fleet import Fleet
@@ -36,13 +38,13 @@ async def tokens_arrive(
         await asyncio.sleep(0.005)
 
 
-async def span_two_publications(live: LiveServer, kv_on_update: str) -> tuple[list[Generation], list[list[int]]]:
+async def span_two_publications(live: LiveServer, **policy: str) -> tuple[list[Generation], list[list[int]]]:
     """Generate from PROMPTS, publish two models meanwhile; return the results and the labels the partial tokens had."""
     models = [make_model(live.version + 101), make_model(live.version + 102)]
-    ready = await live.fleet(kv_on_update=kv_on_update)
+    ready = await live.fleet(**policy)
     partials = [PartialGeneration() for _ in PROMPTS]
     calls = [
-        asyncio.create_task(ready.fleet.generate(prompt, SAMPLING, f"span-{kv_on_update}-{i}", partial))
+        asyncio.create_task(ready.fleet.generate(prompt, SAMPLING, f"span-{i}", partial))
         for i, (prompt, partial) in enumerate(zip(PROMPTS, partials, strict=True))
     ]
     early_labels: list[list[int]] = []
@@ -56,26 +58,58 @@ async def span_two_publications(live: LiveServer, kv_on_update: str) -> tuple[li
     return results, early_labels
 
 
-def test_spans_of_a_response_over_two_publications_are_each_exact_for_their_version(live):
+def check_each_version(live: LiveServer, prompt: Sequence[int], result: Generation) -> None:
+    for version in set(result.versions.tolist()):
+        here = result.versions == version
+        expected = reference_logprobs(live.models[version], prompt, result.token_ids.tolist(), 1.0)
+        np.testing.assert_allclose(result.logprobs[here], expected[here], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("in_flight", ["continue", "abort"])
+def test_spans_of_a_response_over_two_publications_are_each_exact_for_their_version(live, in_flight):
     first = live.version
-    results, early_labels = asyncio.run(span_two_publications(live, "rebuild"))
+    results, early_labels = asyncio.run(span_two_publications(live, in_flight=in_flight))
     for prompt, result, labels in zip(PROMPTS, results, early_labels, strict=True):
         assert len(result.versions) == len(result.token_ids) == SAMPLING.max_tokens
         assert sorted(set(result.versions)) == [first, first + 1, first + 2]
         assert (np.diff(result.versions) >= 0).all()
-        for version in set(result.versions):
-            here = result.versions == version
-            expected = reference_logprobs(live.models[version], prompt, result.token_ids.tolist(), 1.0)
-            np.testing.assert_allclose(result.logprobs[here], expected[here], atol=TOLERANCE, rtol=0)
+        check_each_version(live, prompt, result)
         # What a snapshot would have held: never newer than the truth, and at most a piece behind at each publication.
         truth = result.versions[: len(labels)]
         assert (np.array(labels) <= truth).all()
         assert (np.array(labels) < truth).sum() <= 2 * 4
 
 
-def test_keeping_the_kv_cache_works_and_new_requests_do_not_see_old_prompts(live):
+def test_drained_responses_have_one_version_and_the_rest_is_exact_for_each(live):
+    """The short one ends while the fleet drains; the long one is aborted at the deadline and asked again."""
+    partials, lengths = [PartialGeneration(), PartialGeneration()], [60, 1000]
+
+    async def run() -> tuple[list[Generation], dict]:
+        ready = await live.fleet(in_flight="drain", drain_timeout_s=6.0)
+        calls = [
+            asyncio.create_task(ready.fleet.generate(prompt, replace(SAMPLING, max_tokens=n), f"drain-{n}", partial))
+            for prompt, n, partial in zip(PROMPTS, lengths, partials, strict=False)
+        ]
+        with slow_from(live.pace_file, 0):
+            await tokens_arrive(calls, partials, [40, 40])
+            await ready.publish(make_model(live.version + 151))
+        results = await asyncio.gather(*calls)
+        status = ready.fleet.status()
+        await ready.fleet.aclose()
+        return results, status
+
     first = live.version
-    results, _ = asyncio.run(span_two_publications(live, "keep"))
+    (short, long), status = asyncio.run(run())
+    assert set(short.versions) == {first}
+    assert sorted(set(long.versions)) == [first, first + 1]
+    assert status["interrupted"] == 1
+    for prompt, result in zip(PROMPTS, (short, long), strict=False):
+        check_each_version(live, prompt, result)
+
+
+def test_keeping_the_kv_cache_goes_on_from_the_old_one(live):
+    first = live.version
+    results, _ = asyncio.run(span_two_publications(live, kv_on_update="keep"))
     for prompt, result in zip(PROMPTS, results, strict=True):
         assert sorted(set(result.versions)) == [first, first + 1, first + 2]
         expected = reference_logprobs(live.models[first], prompt, result.token_ids.tolist(), 1.0)
@@ -83,10 +117,16 @@ def test_keeping_the_kv_cache_works_and_new_requests_do_not_see_old_prompts(live
         np.testing.assert_allclose(result.logprobs[here], expected[here], atol=TOLERANCE, rtol=0)
         assert np.isfinite(result.logprobs).all()
 
+
+POLICIES = [("continue", "keep"), ("continue", "rebuild"), ("abort", "rebuild"), ("drain", "rebuild")]
+
+
+@pytest.mark.parametrize(("in_flight", "kv_on_update"), POLICIES)
+def test_new_requests_never_see_a_prompt_that_older_weights_read(live, in_flight, kv_on_update):
     long_prompt = list(range(3, 67))  # four blocks, which the prefix cache would share
 
     async def before_and_after() -> tuple[Generation, Generation]:
-        ready = await live.fleet(kv_on_update="keep")
+        ready = await live.fleet(in_flight=in_flight, kv_on_update=kv_on_update)
         before = await ready.fleet.generate(long_prompt, SamplingSettings(1.0, 20, ignore_eos=True), "before")
         await ready.publish(make_model(live.version + 201))
         after = await ready.fleet.generate(long_prompt, SamplingSettings(1.0, 20, ignore_eos=True), "after")
@@ -97,6 +137,56 @@ def test_keeping_the_kv_cache_works_and_new_requests_do_not_see_old_prompts(live
         model = live.models[int(result.versions[0])]
         expected = reference_logprobs(model, long_prompt, result.token_ids.tolist(), 1.0)
         np.testing.assert_allclose(result.logprobs, expected, atol=TOLERANCE, rtol=0)
+
+
+def one_trained_step(model: Qwen3ForCausalLM, learning_rate: float) -> Qwen3ForCausalLM:
+    """Return a copy one AdamW step later: the likelihood of some sequences is raised, of others lowered."""
+    trained = copy.deepcopy(model).train()
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=learning_rate)
+    ids = torch.randint(2, 96, (8, 64), generator=torch.Generator().manual_seed(1))
+    logprobs = trained(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    advantages = torch.tensor([1.0, -1.0] * 4)[:, None]
+    (-advantages * logprobs).mean().backward()
+    optimizer.step()
+    return trained.eval()
+
+
+def test_the_gap_of_kept_caches_between_consecutive_trained_versions_is_reported(live, capsys):
+    """Kept log-probabilities are those the tokens were drawn with; the gap is to those of the version on their label."""
+    learning_rate = 1e-4
+
+    async def run() -> list[Generation]:
+        ready = await live.fleet(kv_on_update="keep")
+        partials = [PartialGeneration() for _ in PROMPTS]
+        calls = [
+            asyncio.create_task(ready.fleet.generate(prompt, SAMPLING, f"gap-{i}", partial))
+            for i, (prompt, partial) in enumerate(zip(PROMPTS, partials, strict=True))
+        ]
+        with slow_from(live.pace_file, 0):
+            await tokens_arrive(calls, partials, [300] * len(PROMPTS))
+            await ready.publish(one_trained_step(live.model, learning_rate))
+        results = await asyncio.gather(*calls)
+        await ready.fleet.aclose()
+        return results
+
+    gaps, moves = [], []
+    for prompt, result in zip(PROMPTS, asyncio.run(run()), strict=True):
+        old, new = sorted(set(result.versions.tolist()))
+        here = result.versions == new
+        by_old, by_new = (
+            reference_logprobs(live.models[version], prompt, result.token_ids.tolist(), 1.0)[here]
+            for version in (old, new)
+        )
+        gaps.append(np.abs(result.logprobs[here] - by_new))
+        moves.append(np.abs(by_old - by_new))
+    gap, move = np.concatenate(gaps), np.concatenate(moves)
+    with capsys.disabled():
+        print(
+            f"\nkept caches, one AdamW step of {learning_rate:g}: gap to the labelled version mean {gap.mean():.2e}, "
+            f"max {gap.max():.2e}; the step itself moves log-probabilities by mean {move.mean():.2e}, max {move.max():.2e}"
+        )
+    assert gap.max() > TOLERANCE, "the cache was rebuilt: nothing was kept"
+    assert gap.mean() < move.mean(), "the label would be as wrong as the version before"
 
 
 def test_one_group_serves_many_publications_and_every_tensor_changes(live):
@@ -140,10 +230,7 @@ def test_seeded_responses_longer_together_than_one_engine_step_survive_new_weigh
     first = live.version
     for prompt, result in zip(PROMPTS, asyncio.run(run()), strict=True):
         assert sorted(set(result.versions)) == [first, first + 1]
-        for version in set(result.versions):
-            here = result.versions == version
-            expected = reference_logprobs(live.models[version], prompt, result.token_ids.tolist(), 1.0)
-            np.testing.assert_allclose(result.logprobs[here], expected[here], atol=TOLERANCE, rtol=0)
+        check_each_version(live, prompt, result)
 
 
 class DamagingSender(WeightSender):

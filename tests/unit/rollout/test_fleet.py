@@ -4,37 +4,10 @@ import asyncio
 
 import pytest
 
-from a3po_megatron.config.schema import RolloutConfig
-from a3po_megatron.rollout.client import PartialGeneration, ReplicaError
-from a3po_megatron.rollout.fleet import Fleet
+from a3po_megatron.rollout.client import PartialGeneration
+from a3po_megatron.rollout.control import ReplicaError
 from a3po_megatron.rollout.publication import PublicationError
-from a3po_megatron.rollout.sampling import SamplingSettings
-from tests.unit.rollout.fake_replica import FakeReplica
-
-MANIFEST = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2]]}
-SAMPLING = SamplingSettings(temperature=1.0, max_tokens=20)
-
-
-class Setup:
-    """A fleet and its fake replicas."""
-
-    def __init__(self, tmp_path, *names: str, **config) -> None:
-        self.calls: list[str] = []
-        self.replicas = {name: FakeReplica(name, self.calls) for name in names}
-        settings = {"startup_timeout_s": 0.3, "request_timeout_s": 5.0, "control_timeout_s": 1.0} | config
-        self.fleet = Fleet(
-            RolloutConfig(**settings),
-            "secret",
-            tmp_path / "rendezvous",
-            make_transport=lambda url: self.replicas[url.removeprefix("http://")],
-        )
-
-    async def register(self, *names: str, world_size: int = 1) -> list[str]:
-        return [(await self.fleet.register(name, f"http://{name}", world_size))["state"] for name in names]
-
-    async def publish(self, version: int) -> dict:
-        begun = await self.fleet.begin_publication(version, MANIFEST)
-        return begun | await self.fleet.finish_publication(version)
+from tests.unit.rollout.fleet_of_fakes import MANIFEST, SAMPLING, Setup
 
 
 def test_a_publication_pauses_all_then_updates_then_finishes_all_then_resumes(tmp_path):
@@ -117,7 +90,7 @@ def test_a_late_joiner_answers_only_after_a_publication(tmp_path):
         assert not setup.replicas["late"].requests
         await setup.publish(2)
         assert await setup.register("late") == ["current"]
-        await asyncio.gather(*[setup.fleet.generate([1], SAMPLING, f"later{i}") for i in range(4)])
+        await asyncio.gather(*[setup.fleet.generate([2 + i], SAMPLING, f"later{i}") for i in range(4)])
         return setup
 
     setup = asyncio.run(run())
@@ -143,7 +116,7 @@ def test_requests_go_to_the_least_loaded_replica(tmp_path):
     async def run():
         setup = Setup(tmp_path, "a", "b", "c")
         await setup.register("a", "b", "c")
-        await asyncio.gather(*[setup.fleet.generate([1], SAMPLING, f"r{i}") for i in range(9)])
+        await asyncio.gather(*[setup.fleet.generate([i], SAMPLING, f"r{i}") for i in range(9)])
         return [len(replica.requests) for replica in setup.replicas.values()]
 
     assert asyncio.run(run()) == [3, 3, 3]
