@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -166,6 +167,21 @@ def test_the_warning_before_the_time_limit_ends_the_job_in_order(job: Callable[.
     assert done.end() == 1, done.output
     assert "failed: the job's time is nearly over" in done.output
     assert re.findall(r"told (\w+)", done.calls)[0] == "actor"
+
+
+def test_a_cancelled_job_ends_in_order_although_the_signal_reaches_all_of_its_script(
+    job: Callable[..., StubbedJob],
+) -> None:
+    done = job(STUB_ACTOR="serve", STUB_CONTROLLER="serve")
+    for role in ("actor", "controller", "rollout"):
+        done.wait_for_call(f"recipes.{role}")
+    time.sleep(0.5)  # the stand-ins set their traps
+    children = psutil.Process(done.process.pid).children()
+    for process in [child for child in children if child.name() == "sleep"]:
+        process.send_signal(signal.SIGTERM)  # SLURM signals every process of the batch script
+    done.process.send_signal(signal.SIGTERM)
+    assert done.end() == 143, done.output
+    assert "failed: stopped by SIGTERM" in done.output
 
 
 def test_the_warning_during_the_checks_is_said(job: Callable[..., StubbedJob]) -> None:
