@@ -15,6 +15,8 @@ STOPPED="" REASON="" CODE=0 FAILED_LOGS=()
 
 say() { echo "[$(date +%T)] $*"; }
 fail() { echo "error: $*" >&2; exit 2; }
+# A signal to the whole job ends a sleep too.
+pause() { sleep $POLL_S || true; }
 join() { local IFS=,; echo "$*"; }
 
 main() {
@@ -169,7 +171,7 @@ check() {
   local name=$1 code=0 end=$((SECONDS + PREFLIGHT_S)) pid
   (srun_on "$name" "$LOGS/$name.log" "${@:2}") 2>"$LOGS/$name.srun" &
   pid=$!
-  while kill -0 "$pid" 2>/dev/null && [ -z "$STOPPED" ] && [ $SECONDS -lt $end ]; do sleep $POLL_S; done
+  while kill -0 "$pid" 2>/dev/null && [ -z "$STOPPED" ] && [ $SECONDS -lt $end ]; do pause; done
   if kill -0 "$pid" 2>/dev/null; then
     kill -TERM "$pid" 2>/dev/null || true # srun then ends its step at once
     wait "$pid" 2>/dev/null || true
@@ -211,7 +213,7 @@ start_roles() {
 watch_roles() {
   local pid code rollouts=${#ROLLOUTS[@]} well=0 last_by=0
   while [ -z "$REASON" ] && [ "$well" -lt 2 ]; do
-    sleep $POLL_S
+    pause
     if [ -n "$STOPPED" ]; then
       REASON=$(stop_reason) CODE=1
       if [ "$STOPPED" = TERM ]; then CODE=143; fi
@@ -296,7 +298,7 @@ stop_roles() {
   done < <(timeout 30 squeue --noheader --steps --job "$SLURM_JOB_ID" --format '%i %j' || true)
   local end=$((SECONDS + STOP_S))
   for pid in "${!left[@]}"; do
-    while kill -0 "$pid" 2>/dev/null && [ $SECONDS -lt $end ]; do sleep $POLL_S; done
+    while kill -0 "$pid" 2>/dev/null && [ $SECONDS -lt $end ]; do pause; done
     if kill -0 "$pid" 2>/dev/null; then
       say "${left[$pid]} did not end within $STOP_S s and is killed"
       kill -TERM "$pid" 2>/dev/null || true # srun then kills its step at once
