@@ -6,6 +6,7 @@ A setting's meaning is the comment above and beside its field, so it is written 
 what this file writes.
 """
 
+import argparse
 import ast
 import dataclasses
 import inspect
@@ -35,6 +36,7 @@ code 2, before anything starts. `--print-config` prints all settings of a run; t
 
 def main() -> int:
     """Write the page."""
+    argparse.ArgumentParser(prog="config_reference.py", description=__doc__.splitlines()[0]).parse_args()
     PAGE.write_text(reference(), encoding="utf-8")
     print(PAGE)
     return 0

@@ -1,5 +1,6 @@
 """What the documentation holds: pages, links, fenced blocks, commands, names of settings."""
 
+import ast
 import dataclasses
 import re
 import shlex
@@ -91,3 +92,18 @@ def exists(name: str) -> bool:
             return False
         where = fields.get(part)  # a property has no parts
     return True
+
+
+def messages() -> str:
+    """Return all text that the code can say: Python's strings, with a blank for what varies, and the shell scripts."""
+    files = [*(ROOT / "a3po_megatron").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]
+    strings = [" ".join(_strings(ast.parse(file.read_text(encoding="utf-8")))) for file in files]
+    return " ".join([*strings, *(file.read_text(encoding="utf-8") for file in (ROOT / "tools").glob("*.sh"))])
+
+
+def _strings(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value

@@ -12,8 +12,9 @@ import pytest
 from a3po_megatron.config.evaluation import EvaluateConfig
 from a3po_megatron.config.load import load_config
 from a3po_megatron.config.schema import DataConfig, PretrainConfig, TrainConfig
-from tests.unit.docs.pages import PAGES, ROOT, anchors, blocks, commands, exists, links, settings
-from tools import config_reference
+from tests.unit.docs.pages import PAGES, ROOT, anchors, blocks, commands, exists, links, messages, settings
+from tests.unit.test_layers import ORDER
+from tools import config_reference, third_party_notices
 
 COMMANDS = sorted(set(map(str, commands())))
 BY_TEXT = {str(command): command for command in commands()}
@@ -28,6 +29,13 @@ class Parsed(BaseException):
 def test_the_reference_of_settings_is_what_the_dataclasses_say() -> None:
     page = config_reference.PAGE.read_text(encoding="utf-8")
     assert page == config_reference.reference(), "run python tools/config_reference.py"
+
+
+def test_the_notices_name_every_installed_package_and_its_licence() -> None:
+    page = third_party_notices.PAGE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([\w.-]+) \| (.+) \|$", page, re.MULTILINE)[1:]
+    assert [name for name, _ in rows] == third_party_notices.packages(), "run python tools/third_party_notices.py"
+    assert third_party_notices.licence_of("torch") == dict(rows)["torch"]
 
 
 @each_page
@@ -62,6 +70,21 @@ def test_every_block_of_settings_loads(page: Path, tmp_path: Path) -> None:
     for block in blocks(page.read_text(encoding="utf-8"), "yaml"):
         (tmp_path / "config.yaml").write_text(block)
         load_config(TrainConfig, tmp_path / "config.yaml")
+
+
+def test_every_message_of_the_troubleshooting_page_can_be_said() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    told = [code for row in re.findall(r"^\| (.*?) \|", page, re.MULTILINE) for code in re.findall(r"`([^`]+)`", row)]
+    parts = [part.strip(" ;,'=") for code in told if " " in code for part in code.split("...")]
+    said = messages()
+    assert len(parts) > 40
+    assert [part for part in parts if part not in said] == []
+
+
+def test_the_layers_on_the_page_are_those_that_are_tested() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (table,) = blocks(page.split("## Layers")[1], "")
+    assert [set(line.split("  ")[0].split(", ")) for line in table.splitlines()] == ORDER
 
 
 @pytest.mark.parametrize("text", [text for text in COMMANDS if "python" in text])
