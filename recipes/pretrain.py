@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from a3po_megatron.actor.hf_folder import HFFolder
-from a3po_megatron.checkpoint_folder import newest_complete
+from a3po_megatron.checkpoint_folder import clean_up, newest_complete
 from a3po_megatron.config.check import check_pretrain
 from a3po_megatron.config.load import load_config, to_yaml
 from a3po_megatron.config.model_shape import ModelShape, read_model_shape
@@ -49,13 +49,15 @@ def check_run_folder(config: PretrainConfig) -> None:
     if not config.run.resume and (folder / "metrics.jsonl").exists():
         raise UserError(f"run.dir={folder} already holds a run; name another, remove it, or set run.resume=true")
     if config.run.resume:
+        notes = clean_up(folder / "checkpoints")
         newest, faults = newest_complete(folder / "checkpoints")
+        notes += faults
         if newest is None:
             raise UserError(
-                "; ".join([f"run.resume=true: no complete checkpoint below {folder / 'checkpoints'}", *faults])
+                "; ".join([f"run.resume=true: no complete checkpoint below {folder / 'checkpoints'}", *notes])
             )
-        for fault in faults:
-            print(f"note: {newest.name} is used, a newer one cannot be: {fault}", file=sys.stderr)
+        for note in notes:
+            print(f"note: {note}; {newest.name} is used", file=sys.stderr)
 
 
 def train(config: PretrainConfig, shape: ModelShape) -> int:

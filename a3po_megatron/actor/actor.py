@@ -40,6 +40,7 @@ from a3po_megatron.actor.optimizer import (
     wrap_chunks,
 )
 from a3po_megatron.actor.routing import by_sequence, recorded_routing
+from a3po_megatron.batching.balance import sequence_cost
 from a3po_megatron.batching.packing import Microbatch, TokenSequence, make_microbatches
 from a3po_megatron.config.model_shape import ModelShape
 from a3po_megatron.config.schema import ActorConfig, ModelConfig, OptimizerConfig
@@ -89,6 +90,7 @@ class Actor:
         self.scheduler: OptimizerParamScheduler = build_scheduler(self.optimizer, optimizer)
         self.num_forward_passes = 0  # microbatches that this rank has run so far, with or without gradient
         self._head = make_head(actor, temperature)
+        self._cost = sequence_cost(shape)
 
     def train_step(self, sequences: Sequence[TokenSequence], loss: pipeline.Loss) -> StepReport:
         """Take one optimizer step on `sequences`.
@@ -197,6 +199,7 @@ class Actor:
             count_multiple_of=self.place.pp_size if interleaved else 1,
             cp_rank=self.place.cp_rank,
             cp_size=self.place.cp_size,
+            cost=self._cost,
         )
 
     def _forward(self, steps: Sequence[Sequence[TokenSequence]], processor: Any) -> list[dict[int, NDArray[Any]]]:

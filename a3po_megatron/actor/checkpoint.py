@@ -1,14 +1,12 @@
 """The actor's whole state on disk: parameters, optimizer, learning rate schedule, random state; loadable at another layout.
 
-A checkpoint is a folder `step_NNNNNN` of megatron's dist_checkpointing format. It is written under a temporary name; its
-marker `complete.json`, which lists every file with its size, is written last, and the folder is renamed after that. Without
-a fitting marker a folder is not a checkpoint.
+A checkpoint is a folder `step_NNNNNN` of megatron's dist_checkpointing format with three files of ours; docs/checkpoints.md
+describes it, `checkpoint_folder.py` its life, `checkpoint_writer.py` how it is written while training goes on.
 """
 
+import io
 import json
-import pickle
-import queue
-import shutil
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,72 +14,45 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException
 
 from a3po_megatron.actor import parallel
 from a3po_megatron.actor.actor import Actor
-from a3po_megatron.checkpoint_folder import MARKER, check_complete, step_folder
+from a3po_megatron.actor.checkpoint_reading import load_plain, restricted_reading
+from a3po_megatron.actor.random_state import collect_random_state, restore_random_state
+from a3po_megatron.checkpoint_folder import check_complete
 from a3po_megatron.config.schema import OptimizerConfig
 from a3po_megatron.errors import UserError
 
 OBJECTIVE = "objective.json"
-
-
-def save_checkpoint(actor: Actor, root: Path, step: int, objective: Mapping[str, float] | None = None) -> Path:
-    """Write the actor's state after `step` optimizer steps below `root`, and return the folder. Collective.
-
-    `objective`: what the objective remembers from batch to batch (`BatchStep.state`). The actor must have taken a step:
-    before that its optimizer has no state to save.
-    """
-    assert step > 0, "a checkpoint is written after a step"
-    final = step_folder(root, step)
-    temporary = final.with_name(final.name + ".incomplete")
-    if dist.get_rank() == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    dist.barrier()
-    actor.make_parameters_fresh()
-    # The synchronous save collects its results within this process; upstream's default queue would start a manager process
-    # for it on every rank (several seconds, and left over when a rank is killed).
-    filesystem_async._results_queue = queue.Queue()
-    dist_checkpointing.save(_state(actor, is_loading=False, step=step), str(temporary))
-    if dist.get_rank() == 0:
-        (temporary / OBJECTIVE).write_text(json.dumps(objective or {}))
-        files = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
-        (temporary / MARKER).write_text(json.dumps({"step": step, "files": files}, indent=2))
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.rename(final)
-    dist.barrier()
-    return final
+LONGEST_REASON = 1000  # bytes of a message that ranks tell each other
 
 
 def read_objective(folder: Path) -> dict[str, float]:
     """Return the `objective` of a checkpoint, for `BatchStep.restore`."""
-    state: dict[str, float] = json.loads((folder / OBJECTIVE).read_text())
-    return state
+    path = folder / OBJECTIVE
+    try:
+        state = json.loads(path.read_text())
+        return {str(name): float(value) for name, value in state.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: damaged checkpoint: {error}") from error
 
 
 def load_checkpoint(actor: Actor, folder: Path) -> int:
     """Fill the actor from `folder`, written at this or another layout, and return the step it was written after. Collective.
 
-    Optimizer settings (learning rate, betas, decay) are today's, not the checkpoint's. Raises UserError when the folder is
-    missing, incomplete or damaged, or does not fit the model.
+    Optimizer settings (learning rate, betas, decay) are today's, not the checkpoint's. Raises UserError, the same on every
+    rank, when the folder is missing, incomplete, damaged or unsafe to read, or does not fit the model.
     """
     check_complete(folder)
     if actor.settings.distributed_optimizer:
         for optimizer in actor.optimizer.chained_optimizers:
             # Makes the state that loading fills (distrib_optimizer.py); without it there is none before the first step.
             optimizer._init_optimizer_states_with_dummy_values()
-    try:
-        state = dist_checkpointing.load(
-            _state(actor, is_loading=True, step=0), str(folder), strict=StrictHandling.RAISE_ALL
-        )
-    except (CheckpointingException, CheckpointException, pickle.UnpicklingError, EOFError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{folder}: the checkpoint cannot be read or does not fit the model: {reason}") from error
+    state, reason = _load(actor, folder)
+    if reason := first_reason(reason):
+        raise UserError(reason)
     for name, chunk in zip(_chunk_names(actor), actor.models, strict=True):
         missing, unexpected = chunk.load_state_dict(state[name], strict=False)
         assert not _without_extra_state(dict.fromkeys([*missing, *unexpected])), f"{missing} {unexpected}"
@@ -89,11 +60,33 @@ def load_checkpoint(actor: Actor, folder: Path) -> int:
     actor.optimizer.load_state_dict(state["optimizer"])
     actor.scheduler.num_steps = 0
     actor.scheduler.step(state["scheduler_steps"])  # also sets learning rate and weight decay of every group
-    torch.set_rng_state(state["random_state"])
+    restore_random_state(state["random"], with_tracker=state["layout"] == _layout(actor))
     return int(state["step"])
 
 
-def _state(actor: Actor, *, is_loading: bool, step: int) -> dict[str, Any]:
+def _load(actor: Actor, folder: Path) -> tuple[dict[str, Any], str | None]:
+    """Return the state as megatron reads it into this rank's shards, with the random state; and why it cannot be loaded."""
+    try:
+        with restricted_reading(folder):
+            _check_same_form(actor, dist_checkpointing.load_common_state_dict(str(folder)), folder)
+            state, left, absent = dist_checkpointing.load(
+                checkpoint_state(actor, is_loading=True, step=0), str(folder), strict=StrictHandling.RETURN_ALL
+            )
+        left = {name for name in left if not _is_extra_state(name)}  # in the checkpoint, of no use here
+        if left or absent:
+            names = [f"{what} {min(some)}" for what, some in (("it lacks", absent), ("it also holds", left)) if some]
+            raise UserError(f"{folder}: the checkpoint does not fit the model: {' and '.join(names)}")
+        own = folder / random_file(dist.get_rank() if state["layout"] == _layout(actor) else 0)
+        return {**state, "random": load_plain(own, own.read_bytes())}, None
+    except (Exception, CheckpointException) as error:  # megatron and torch raise whatever a damaged file leads to
+        cause = root_cause(error)
+        _forget_frames(error)
+        if isinstance(cause, UserError):
+            return {}, str(cause)
+        return {}, f"{folder}: the checkpoint cannot be read or does not fit the model: {one_line(cause)}"
+
+
+def checkpoint_state(actor: Actor, *, is_loading: bool, step: int) -> dict[str, Any]:
     """Return megatron's sharded state dict, with what is the same on all ranks beside it."""
     metadata = {
         # The layout-independent form of the distributed optimizer's state: it loads at any TP, PP and DP.
@@ -108,14 +101,89 @@ def _state(actor: Actor, *, is_loading: bool, step: int) -> dict[str, Any]:
         **models,
         "optimizer": actor.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata),
         "scheduler_steps": actor.scheduler.num_steps,
-        "random_state": torch.get_rng_state(),  # seeded and consumed alike on every rank; there is no dropout on the device
+        "layout": _layout(actor),
+        "form": _form(actor),
         "step": step,
     }
 
 
+def write_own_files(folder: Path, objective: Mapping[str, float]) -> None:
+    """Write what megatron does not: this rank's random state, and on rank 0 what the objective remembers."""
+    content = io.BytesIO()
+    torch.save(collect_random_state(), content)
+    (folder / random_file(dist.get_rank())).write_bytes(content.getvalue())
+    if dist.get_rank() == 0:
+        (folder / OBJECTIVE).write_text(json.dumps(dict(objective)))
+
+
+def random_file(rank: int) -> str:
+    """Return the name of the file with a rank's random state."""
+    return f"random_{rank:05d}.pt"
+
+
+def first_reason(reason: str | None) -> str | None:
+    """Return what failed (None: nothing) on the lowest rank on which something did, on every rank. Collective."""
+    rank = torch.tensor(dist.get_rank() if reason else dist.get_world_size())
+    dist.all_reduce(rank, op=dist.ReduceOp.MIN)
+    if int(rank) == dist.get_world_size():
+        return None
+    text = torch.zeros(LONGEST_REASON, dtype=torch.uint8)
+    encoded = list((reason or "").encode()[:LONGEST_REASON])
+    text[: len(encoded)] = torch.tensor(encoded, dtype=torch.uint8)
+    dist.broadcast(text, int(rank))
+    return bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+def _layout(actor: Actor) -> dict[str, int]:
+    """Return what two runs must share for their ranks to hold the same shards."""
+    settings = actor.settings
+    names = ("tensor", "pipeline", "virtual_pipeline", "context", "data", "expert", "expert_tensor")
+    return {name: getattr(settings, f"{name}_parallel") for name in names}
+
+
+def _form(actor: Actor) -> dict[str, Any]:
+    """Return what decides which tensors the optimizer's state consists of."""
+    return {"dtype": actor.settings.dtype, "distributed_optimizer": actor.settings.distributed_optimizer}
+
+
+def _check_same_form(actor: Actor, common: dict[str, Any], folder: Path) -> None:
+    for name, now in _form(actor).items():
+        if (written := common.get("form", {}).get(name)) != now:
+            raise UserError(
+                f"actor.{name}={now}: {folder} was written with {written}, which keeps another optimizer state; use the same"
+            )
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """Return the user's or the system's error that led to `error`, or the first of all."""
+    while not isinstance(error, UserError | OSError):
+        wrapped = error.failures.values() if isinstance(error, CheckpointException) else ()
+        before = next((failure for failure, _ in wrapped), None) or error.__cause__ or error.__context__
+        if before is None:
+            break
+        error = before
+    return error
+
+
+def one_line(error: BaseException) -> str:
+    """Return what kind of error it is and the first line of its message."""
+    return " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]])
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Let go of what the frames of an error hold. Torch's own cycle would keep process groups and their threads for ever."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _is_extra_state(name: str) -> bool:
+    """Whether Transformer Engine keeps this for its 8-bit recipes; a checkpoint is the same with and without it."""
+    return name.endswith("_extra_state")
+
+
 def _without_extra_state(entries: dict[str, Any]) -> dict[str, Any]:
-    """Drop what Transformer Engine keeps for 8-bit recipes: a checkpoint is the same with and without it."""
-    return {name: entry for name, entry in entries.items() if not name.endswith("_extra_state")}
+    return {name: entry for name, entry in entries.items() if not _is_extra_state(name)}
 
 
 def _use_todays_settings(entry: Any, settings: OptimizerConfig) -> None:

@@ -13,7 +13,8 @@ import numpy as np
 import torch.distributed as dist
 
 from a3po_megatron.actor.actor import Actor, StepReport
-from a3po_megatron.actor.checkpoint import load_checkpoint, save_checkpoint
+from a3po_megatron.actor.checkpoint import load_checkpoint
+from a3po_megatron.actor.checkpoint_writer import CheckpointWriter
 from a3po_megatron.actor.export import export_hf_folder
 from a3po_megatron.batching.packing import TokenSequence
 from a3po_megatron.checkpoint_folder import newest_complete
@@ -36,24 +37,28 @@ def pretrain(config: PretrainConfig, shape: ModelShape) -> float:
     heldout = [to_sequence(task, question) for question in task.heldout_questions]
     train = [to_sequence(task, question) for question in task.train_questions[: config.num_questions]]
     first = _resume(actor, folder) if config.run.resume else 0
-    loss, accuracy = SupervisedLoss(), None
+    writer = CheckpointWriter(actor, folder / "checkpoints", config.run)
+    loss, accuracy, done = SupervisedLoss(), None, first
     if log:
         print(f"actor: {actor.kernels.describe()}", flush=True)
         log.open(first)
     for step in range(first, config.run.num_steps):
         report = actor.train_step(draw_batch(train, config.batch_size, config.run.seed, step), loss)
         done = step + 1
+        writer.poll()
         evaluate_now = config.eval_every and done % config.eval_every == 0
         accuracy = greedy_accuracy(actor, heldout) if evaluate_now or done == config.run.num_steps else None
         if log:
             log.row(done, report, accuracy)
         if config.run.checkpoint_every and done % config.run.checkpoint_every == 0:
-            save_checkpoint(actor, folder / "checkpoints", done)
+            writer.save(done)
         if accuracy is not None and accuracy >= config.stop_at_accuracy:
             break
     if accuracy is None:  # nothing was left to train
-        done, accuracy = first, greedy_accuracy(actor, heldout)
-    save_checkpoint(actor, folder / "checkpoints", done)
+        accuracy = greedy_accuracy(actor, heldout)
+    elif writer.last_step != done:
+        writer.save(done)
+    writer.finish()
     export_hf_folder(actor, Path(config.model.path), folder / "model")
     if log:
         log.close(f"held-out accuracy {accuracy:.3f} after {done} steps; model in {folder / 'model'}")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from a3po_megatron import wire
 from a3po_megatron.actor.actor import Actor
 from a3po_megatron.actor.batch_step import BatchStep, Row
-from a3po_megatron.actor.checkpoint import save_checkpoint
+from a3po_megatron.actor.checkpoint_writer import CheckpointWriter
 from a3po_megatron.actor.control import ControlGroup, longest_wait_s
 from a3po_megatron.actor.export import export_hf_folder
 from a3po_megatron.actor.publish import PublicationLink, Publisher
@@ -49,13 +49,14 @@ def train(config: TrainConfig, shape: ModelShape, link: Link | None) -> int:
     control = ControlGroup(longest_wait_s(config.controller))
     publisher = Publisher(actor, control, config.rollout, link)
     batch_step = BatchStep(actor, config.algorithm, config.controller.max_staleness, config.run.seed)
-    checkpoints, version = Path(config.run.dir) / "checkpoints", 0
+    writer, version = CheckpointWriter(actor, Path(config.run.dir) / "checkpoints", config.run), 0
     clock = Stopwatch()
     while (batch := _next_batch(control, link, version)) is not None:
         wait_s = clock.lap_s()
         metrics = batch_step.train(batch, version)
+        writer.poll()
         if config.run.checkpoint_every and (version + 1) % config.run.checkpoint_every == 0:
-            save_checkpoint(actor, checkpoints, version + 1, batch_step.state())
+            writer.save(version + 1, batch_step.state())
         clock.lap_s()
         waited_s = publisher.publish(version + 1)
         if link:
@@ -63,8 +64,10 @@ def train(config: TrainConfig, shape: ModelShape, link: Link | None) -> int:
             link.report_step(version, version, {**metrics, **times})
         version += 1
         clock.lap_s()
-    if actor.scheduler.num_steps:  # else the optimizer has no state, and the weights are those of model.path
-        save_checkpoint(actor, checkpoints, version, batch_step.state())
+    # Without a step the optimizer has no state, and the weights are those of model.path.
+    if actor.scheduler.num_steps and writer.last_step != version:
+        writer.save(version, batch_step.state())
+    writer.finish()
     export_hf_folder(actor, Path(config.model.path), Path(config.run.dir) / "model")
     if link:
         link.done(f"finished at version {version}")

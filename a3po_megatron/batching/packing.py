@@ -14,7 +14,8 @@ rank r of cp holds chunks r and 2 cp - 1 - r, so that causal attention costs eve
 
 Invariants (tests/unit/batching): each sequence stands in exactly one microbatch of one data-parallel rank, each of its tokens
 on one context-parallel rank; every rank has the same number of microbatches; no microbatch is above the token budget; the
-token count on each context-parallel rank is a multiple of `multiple_of`.
+token count on each context-parallel rank is a multiple of `multiple_of`; ranks do about equal work (`balance.py`); the same
+sequences give the same microbatches.
 
 Letters: n tokens of a sequence, b rows of a microbatch, s tokens a row, cp context-parallel ranks.
 """
@@ -26,6 +27,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from a3po_megatron.batching.balance import SequenceCost, balance, deal
 from a3po_megatron.errors import UserError
 
 Array = NDArray[np.generic]
@@ -122,13 +124,14 @@ def make_microbatches(
     count_multiple_of: int = 1,
     cp_rank: int = 0,
     cp_size: int = 1,
+    cost: SequenceCost | None = None,
 ) -> list[Microbatch]:
     """Return the microbatches of one data-parallel rank, of which context-parallel rank `cp_rank` takes its part.
 
     Every rank computes the same plan from the same sequences and takes its own part. `max_tokens` bounds a microbatch,
     padding counted, over all its context-parallel ranks; `multiple_of` is what sequence parallelism needs of a rank's
-    tokens; `count_multiple_of` is what an interleaved pipeline needs of the number of microbatches. Raises UserError for a
-    sequence that no microbatch can hold.
+    tokens; `count_multiple_of` is what an interleaved pipeline needs of the number of microbatches; `cost` is what is
+    balanced (default: tokens). Raises UserError for a sequence that no microbatch can hold.
     """
     chunks = 2 * cp_size if cp_size > 1 else 1
     rounding = _Rounding(packed, chunks, chunks * multiple_of)
@@ -139,9 +142,9 @@ def make_microbatches(
             f"actor.max_tokens_per_microbatch={max_tokens}: a sequence of {longest} tokens does not fit; "
             f"raise it to at least {needed} or shorten prompts and responses"
         )
-    plan = _plan(lengths, dp_size, max_tokens, rounding, count_multiple_of)
+    plan = _plan(lengths, dp_size, max_tokens, rounding, count_multiple_of, cost or SequenceCost())
     pack = _pack if packed else _pad
-    wholes = [pack(sequences, bins, rounding) for bins in plan[dp_rank::dp_size]]
+    wholes = [pack(sequences, members, rounding) for members in plan[dp_rank]]
     return wholes if cp_size == 1 else [_part(whole, cp_rank, cp_size) for whole in wholes]
 
 
@@ -161,26 +164,25 @@ class _Rounding:
 
 
 def _plan(
-    lengths: Sequence[int], dp_size: int, max_tokens: int, rounding: _Rounding, count_multiple_of: int
-) -> list[list[int]]:
-    """Return bins of sequence indices: bin m * dp_size + r is microbatch m of rank r. As few microbatches as fit."""
+    lengths: Sequence[int],
+    dp_size: int,
+    max_tokens: int,
+    rounding: _Rounding,
+    count_multiple_of: int,
+    cost: SequenceCost,
+) -> list[list[list[int]]]:
+    """Return the sequences of each microbatch of each rank. As few microbatches as fit, balanced by cost where that fits too."""
+
+    def fits(members: list[int]) -> bool:
+        return rounding.size([lengths[i] for i in members]) <= max_tokens
+
+    costs = [cost.of(length) for length in lengths]
     count = _round_up(max(1, -(-sum(lengths) // (max_tokens * dp_size))), count_multiple_of)
     while True:
-        bins = balance(lengths, count * dp_size)
-        if all(rounding.size([lengths[i] for i in members]) <= max_tokens for members in bins):
-            return bins
+        for weights in (costs, [float(length) for length in lengths]):
+            if (bins := balance(weights, count * dp_size, fits)) is not None:
+                return deal(bins, costs, dp_size)
         count += count_multiple_of
-
-
-def balance(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
-    """Spread sequences over bins, longest first into the emptiest bin, so that bins hold about equally many tokens."""
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    held = [0] * num_bins
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        emptiest = min(range(num_bins), key=lambda b: (held[b], len(bins[b]), b))
-        bins[emptiest].append(index)
-        held[emptiest] += lengths[index]
-    return [sorted(members) for members in bins]
 
 
 def _pack(sequences: Sequence[TokenSequence], members: list[int], rounding: _Rounding) -> Microbatch:

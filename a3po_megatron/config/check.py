@@ -95,7 +95,17 @@ def check_run(run: RunConfig) -> None:
         raise UserError("run.dir is empty: name the folder that the run may write")
     at_least("run.seed", run.seed, 0)
     at_least("run.num_steps", run.num_steps, 1)
-    at_least("run.checkpoint_every", run.checkpoint_every, 0)
+    for name in ("checkpoint_every", "keep_last", "keep_every"):
+        at_least(f"run.{name}", getattr(run, name), 0)
+    if run.keep_every and not run.keep_last:
+        raise UserError(
+            f"run.keep_every={run.keep_every} without run.keep_last: nothing is deleted then; set how many of the newest stay"
+        )
+    if run.keep_every and (not run.checkpoint_every or run.keep_every % run.checkpoint_every):
+        raise UserError(
+            f"run.keep_every={run.keep_every} is not a multiple of run.checkpoint_every={run.checkpoint_every}: "
+            "no checkpoint is written at its steps"
+        )
 
 
 def check_model(model: ModelConfig) -> None:

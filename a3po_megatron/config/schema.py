@@ -19,6 +19,10 @@ class RunConfig:
     seed: int = 0
     num_steps: int = 100  # batches in reinforcement learning, optimizer steps in pretraining
     checkpoint_every: int = 0  # steps between checkpoints of the actor; 0: only the last one
+    # True: training goes on while a checkpoint is written, from a copy of the state in host memory
+    checkpoint_async: bool = False
+    keep_last: int = 0  # newest checkpoints kept, older ones are deleted; 0: all are kept
+    keep_every: int = 0  # steps; checkpoints at its multiples are kept besides; 0: none
     resume: bool = False  # continue from the newest complete checkpoint below `dir`
 
 

@@ -112,7 +112,7 @@ def import_engines() -> None:
     from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
 
     import a3po_megatron.actor.actor
-    import a3po_megatron.actor.checkpoint  # noqa: F401
+    import a3po_megatron.actor.checkpoint_writer  # noqa: F401
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

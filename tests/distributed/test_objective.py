@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from a3po_megatron.actor.batch_step import BatchStep
-from a3po_megatron.actor.checkpoint import read_objective, save_checkpoint
+from a3po_megatron.actor.checkpoint import read_objective
+from a3po_megatron.actor.checkpoint_writer import save_checkpoint
 from a3po_megatron.actor.nonfinite import NonFiniteError
 from a3po_megatron.batching.minibatches import split_minibatches, training_batch
 from a3po_megatron.batching.packing import TokenSequence

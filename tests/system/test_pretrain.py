@@ -92,18 +92,60 @@ def test_four_ranks_learn_alike(trained: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_a_run_resumes_where_it_stopped_at_another_layout(trained: Path, tmp_path: Path) -> None:
+def test_a_run_killed_while_it_saves_resumes_from_the_checkpoint_before_at_another_layout(
+    trained: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
-    settings = [f"run.dir={folder}", "eval_every=0", "stop_at_accuracy=1.0"]
-    first = pretrain(*settings, "actor.pipeline_parallel=2", "run.num_steps=4")
-    assert first.returncode == 0, first.stderr
+    settings = [
+        f"run.dir={folder}",
+        "eval_every=0",
+        "stop_at_accuracy=1.0",
+        "run.checkpoint_every=1",
+        "run.keep_last=2",
+    ]
+    killed_at = kill_during_a_save(folder, *settings, "run.checkpoint_async=true", "actor.pipeline_parallel=2")
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "lo')  # what a killed run leaves
-    resumed = pretrain(*settings, "run.num_steps=8", "run.resume=true")
+        file.write('{"step": 5, "lo')  # what a killed run may leave
+    last = killed_at + 2
+    resumed = pretrain(*settings, f"run.num_steps={last}", "run.resume=true")
     assert resumed.returncode == 0, resumed.stderr
-    assert [row["step"] for row in rows(folder)] == list(range(1, 9))
-    for row, other in zip(rows(folder), rows(trained)[:8], strict=True):
+    (note,) = [line for line in resumed.stderr.splitlines() if line.startswith("note: ")]
+    half, used = f"step_{killed_at:06d}.incomplete", f"step_{killed_at - 1:06d}"
+    assert note == f"note: {folder}/checkpoints/{half}: removed, the save did not finish; {used} is used"
+    kept = [f"step_{step:06d}" for step in (last - 1, last)]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == kept
+    assert [row["step"] for row in rows(folder)] == list(range(1, last + 1))
+    for row, other in zip(rows(folder), rows(trained), strict=False):
         assert row["loss"] == pytest.approx(other["loss"], abs=1e-4), row["step"]
+
+
+def kill_during_a_save(folder: Path, *settings: str) -> int:
+    """Kill a run's processes (SIGKILL) while a checkpoint after the first three is half written; return its step."""
+    with subprocess.Popen(command(*settings), cwd=ROOT, stderr=PIPE, text=True) as run, ended(run):
+        deadline = time.monotonic() + 120
+        while True:
+            assert time.monotonic() < deadline, "no save was seen half done"
+            assert run.poll() is None, run.stderr.read() if run.stderr else ""
+            if not half_written(folder):
+                time.sleep(0.001)
+                continue
+            processes = [*psutil.Process(run.pid).children(recursive=True), psutil.Process(run.pid)]
+            for process in processes:
+                process.suspend()
+            if half := half_written(folder):  # still so, now that nothing moves
+                break
+            for process in processes:
+                process.resume()
+        for process in processes:
+            process.kill()
+        psutil.wait_procs(processes, timeout=10)
+    return int(half[0].name.removeprefix("step_").removesuffix(".incomplete"))
+
+
+def half_written(folder: Path) -> list[Path]:
+    """Return the folder of a save, not the first three, that has begun and lacks its marker."""
+    halves = (folder / "checkpoints").glob("step_*.incomplete")
+    return [half for half in halves if half.name > "step_000004" and not (half / "complete.json").exists()]
 
 
 @pytest.mark.parametrize(

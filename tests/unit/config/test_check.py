@@ -276,6 +276,12 @@ def test_a_model_whose_vocabulary_is_too_small_for_the_task_is_refused() -> None
         ({"task": ArithmeticTaskConfig(num_heldout=20_000)}, "task.num_heldout=20000: of 10000 questions at most 9999"),
         ({"task": ArithmeticTaskConfig(max_operand=10**300)}, "positions"),
         ({"run": RunConfig(seed=-1)}, "run.seed=-1: must be at least 0"),
+        ({"run": RunConfig(keep_last=-1)}, "run.keep_last=-1: must be at least 0"),
+        ({"run": RunConfig(checkpoint_every=5, keep_every=10)}, "run.keep_every=10 without run.keep_last"),
+        (
+            {"run": RunConfig(checkpoint_every=5, keep_last=2, keep_every=12)},
+            "run.keep_every=12 is not a multiple of run.checkpoint_every=5",
+        ),
         ({"optimizer": OptimizerConfig(weight_decay=math.nan)}, "optimizer.weight_decay=nan: must be at least 0"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"stop_at_accuracy": 0.0}, "stop_at_accuracy=0.0"),
