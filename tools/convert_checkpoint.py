@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from a3po_megatron.errors import UserError, exit_on_user_error
 
 if TYPE_CHECKING:
-    from a3po_megatron.convert.memory import PeakMemory
     from a3po_megatron.convert.weights import Summary
 
 
@@ -125,7 +124,7 @@ class Meter:
         from a3po_megatron.convert.memory import PeakMemory
 
         self.start = time.monotonic()
-        self.memory: PeakMemory = PeakMemory()
+        self.memory = PeakMemory()
 
     def report(self, destination: Path, summary: "Summary", ignored: dict[str, int] | None = None) -> None:
         """Print what was written, and what was left out."""

@@ -117,6 +117,11 @@ def carry_companions(source: Path, destination: Path, dtype: str) -> None:
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
     if not index.exists():
+        if (folder / ".metadata").exists():
+            raise UserError(
+                f"{folder}: a megatron checkpoint, where a Hugging Face folder is needed; convert it: "
+                "tools/convert_checkpoint.py megatron-to-hf"
+            )
         if not (folder / SINGLE_FILE).exists():
             raise UserError(
                 f"{folder}: no weights: expected {SINGLE_FILE} or {INDEX_FILE} (model.init=random needs none)"

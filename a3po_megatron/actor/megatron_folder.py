@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, cast
 
 import torch
 from torch import Tensor
@@ -95,7 +96,7 @@ class MegatronFolder:
         path = self.folder / chunk.file
         try:
             with path.open("rb") as file:
-                tensor = load_plain(path, _create_file_view(file, chunk.start, chunk.length))
+                tensor = load_plain(path, cast(IO[bytes], _create_file_view(file, chunk.start, chunk.length)))
         except OSError as error:
             raise UserError(f"{path}: cannot read {key}: {error.strerror}") from None
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != chunk.sizes:

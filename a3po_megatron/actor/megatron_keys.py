@@ -51,11 +51,12 @@ def entries(shape: ModelShape) -> Iterator[Entry]:
     for layer in range(shape.num_layers):
         for rule in layer_rules(shape):
             key = f"decoder.layers.{rule.megatron}"
-            stack, index = (shape.num_layers,), (layer,)
-            if rule.expert is not None:
+            named = layer_rule(rule, layer)
+            if rule.expert is None:
+                yield entry(key, named, (shape.num_layers,), (layer,))
+            else:
                 key = key.replace(f"experts.{rule.expert}.", "experts.experts.")
-                stack, index = (*stack, shape.num_experts), (*index, rule.expert)
-            yield entry(key, layer_rule(rule, layer), stack, index)
+                yield entry(key, named, (shape.num_layers, shape.num_experts), (layer, rule.expert))
     yield entry(FINAL_NORM.megatron, FINAL_NORM)
     if not shape.tie_word_embeddings:
         yield entry(OUTPUT.megatron, OUTPUT)

@@ -38,7 +38,7 @@ def checkpoint_logprobs(folder: Path, shape: ModelShape, tokens: NDArray[np.int6
         microbatches = make_microbatches([sequence], dp_rank=0, dp_size=1, max_tokens=len(tokens), packed=False)
         processor = partial(token_logprobs, head=make_head(settings, temperature=1.0))
         (output,) = pipeline.forward_only(chunks, microbatches, processor, shape.vocab_size)
-        return microbatches[0].by_sequence(output.cpu().numpy())[0]
+        return np.asarray(microbatches[0].by_sequence(output.cpu().numpy())[0], np.float32)
     finally:
         parallel.destroy()
 
@@ -48,10 +48,14 @@ def load_model(model: GPTModel, folder: Path) -> None:
     wanted = {key: entry for key, entry in model.sharded_state_dict().items() if not what_else(key)}
     try:
         with restricted_reading(folder):
-            state, _, absent = dist_checkpointing.load({"model": wanted}, str(folder), strict=StrictHandling.RETURN_ALL)
+            state, left, absent = dist_checkpointing.load(
+                {"model": wanted}, str(folder), strict=StrictHandling.RETURN_ALL
+            )
     except (Exception, CheckpointException) as error:  # megatron and torch raise whatever a damaged file leads to
         cause = root_cause(error)
         raise UserError(str(cause) if isinstance(cause, UserError) else f"{folder}: {one_line(cause)}") from error
-    if absent:
-        raise UserError(f"{folder}: the checkpoint does not fit the model: it lacks {min(absent)}")
+    left = {key for key in left if not what_else(key)}
+    if left or absent:
+        names = [f"{what} {min(some)}" for what, some in (("it lacks", absent), ("it also holds", left)) if some]
+        raise UserError(f"{folder}: the checkpoint does not fit the model: {' and '.join(names)}")
     model.load_state_dict(state["model"], strict=False)

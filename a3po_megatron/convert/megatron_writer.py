@@ -5,7 +5,6 @@ cut, and spread over files, as the ranks of a given layout would do it, so that 
 Only parameters are written, no optimizer: it is the start of a run, not a run that goes on.
 """
 
-import io
 import json
 import pickle
 import shutil
@@ -124,7 +123,8 @@ class _ChunkWriter:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder, self._stack = folder, stack
         self._files: dict[int, IO[bytes]] = {}
-        self._metadata = Metadata({}, storage_data={}, storage_meta=StorageMeta(), version="1.0.0")
+        self._tensors: dict[str, TensorStorageMetadata] = {}
+        self._places: dict[MetadataIndex, _StorageInfo] = {}
 
     def write(self, entry: Entry, size: tuple[int, ...], offsets: tuple[int, ...], chunk: Tensor, rank: int) -> None:
         """Append one chunk of an entry to the file of a rank. `size`: of the whole tensor of its key."""
@@ -132,7 +132,7 @@ class _ChunkWriter:
         chunk = chunk.reshape(*[1] * len(entry.index), *chunk.shape)
         if chunk.untyped_storage().nbytes() != chunk.nbytes or not chunk.is_contiguous():
             chunk = chunk.clone(memory_format=torch.contiguous_format)  # torch.save writes the storage, not the view
-        described = self._metadata.state_dict_metadata.setdefault(
+        described = self._tensors.setdefault(
             entry.key, TensorStorageMetadata(TensorProperties(dtype=chunk.dtype), torch.Size(size), [])
         )
         described.chunks.append(ChunkStorageMetadata(place, chunk.shape))
@@ -140,15 +140,18 @@ class _ChunkWriter:
 
     def write_common(self, state: dict[str, object]) -> None:
         """Write what is the same on all ranks."""
-        self._metadata.state_dict_metadata[COMMON_KEY] = BytesStorageMetadata()
         self._append(0, MetadataIndex(COMMON_KEY), [state])
 
     def write_metadata(self) -> None:
         """Write which chunk is where, once all are written."""
         (self._folder / "metadata.json").write_text(json.dumps(FORMAT))
-        content = io.BytesIO()
-        pickle.dump(self._metadata, content)
-        (self._folder / METADATA).write_bytes(content.getvalue())
+        metadata = Metadata(
+            {COMMON_KEY: BytesStorageMetadata(), **self._tensors},
+            storage_data=self._places,
+            storage_meta=StorageMeta(),
+            version="1.0.0",
+        )
+        (self._folder / METADATA).write_bytes(pickle.dumps(metadata))
 
     def _append(self, rank: int, index: MetadataIndex, value: object) -> None:
         name = f"__{rank}_0.distcp"
@@ -157,7 +160,7 @@ class _ChunkWriter:
         file = self._files[rank]
         start = file.tell()
         torch.save(value, file)
-        self._metadata.storage_data[index] = _StorageInfo(name, start, file.tell() - start)
+        self._places[index] = _StorageInfo(name, start, file.tell() - start)
 
 
 def _parameter_dtypes(weights: Weights) -> dict[str, str]:
