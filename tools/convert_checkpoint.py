@@ -94,9 +94,6 @@ def verify(arguments: argparse.Namespace) -> int:
     from a3po_megatron.launch.ranks import become_only_rank
 
     paths = arguments.a, arguments.b
-    for path in paths:
-        if not path.is_dir():
-            raise UserError(f"{path}: no such folder; verify compares Hugging Face folders and megatron checkpoints")
     configs = config_of(arguments.a, arguments.config), config_of(arguments.b, arguments.config)
     tokens = verify.tokens_of(arguments.prompt, arguments.tokens, configs[0])
     warnings.simplefilter("ignore")  # megatron warns once a module about absent GPU packages
@@ -260,8 +257,15 @@ def positive(text: str) -> int:
 
 def main() -> int:
     """Run the chosen sub-command; the exit code is 2 for a user's mistake."""
-    arguments = parse(sys.argv[1:])
-    return exit_on_user_error(lambda: arguments.run(arguments))
+    return exit_on_user_error(lambda: run(parse(sys.argv[1:])))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the chosen sub-command on what is there."""
+    for name in ("source", "path", "a", "b"):
+        if (path := getattr(arguments, name, None)) is not None and not path.exists():
+            raise UserError(f"{path}: no such file or folder")
+    return int(arguments.run(arguments))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -18,11 +18,13 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from a3po_megatron.actor import hf_layout
 from a3po_megatron.actor.checkpoint_reading import load_plain, read_metadata
 from a3po_megatron.actor.hf_mapping import hf_shapes
-from a3po_megatron.actor.megatron_keys import WRAPPER, Entry, entries, what_else
+from a3po_megatron.actor.megatron_keys import COMMON_KEY, WRAPPER, Entry, entries, what_else
 from a3po_megatron.actor.safetensors_writer import TensorSpec
 from a3po_megatron.checkpoint_folder import MARKER, check_complete
 from a3po_megatron.config.model_shape import ModelShape
 from a3po_megatron.errors import UserError
+
+MAX_PADDING = 8192  # rows; Megatron-LM and NeMo pad a vocabulary to a multiple of 128 x tensor parallelism
 
 
 @dataclass(frozen=True)
@@ -116,13 +118,34 @@ class MegatronFolder:
                 f"describes, among them {min(unknown)}"
             )
         for key, entry in expected.items():
-            size = tuple(self._tensors[key].size)
-            wanted = (*entry.stack, *entry.shape)
-            rows = len(entry.stack)  # the dimension that a vocabulary is padded in
-            padded = entry.rule.split == "vocab" and size[rows:] and size[rows] >= wanted[rows]
-            if size != ((*wanted[:rows], size[rows], *wanted[rows + 1 :]) if padded else wanted):
+            size, wanted = tuple(self._tensors[key].size), (*entry.stack, *entry.shape)
+            if size != wanted and not (entry.rule.split == "vocab" and self._is_padded(size)):
                 raise UserError(f"{self.folder}: {key} has shape {size}, config.json says {wanted}")
         return Counter(what for what in others.values() if what)
+
+    def _is_padded(self, size: tuple[int, ...]) -> bool:
+        """Whether an embedding of `size` is the vocabulary with the padding of the layout that wrote it, where it says which."""
+        rows, hidden = size if len(size) == 2 else (0, 0)
+        layout = common_state(self.folder, self._metadata).get("layout")
+        if isinstance(layout, dict) and "tensor" in layout:
+            fits = rows == self.shape.padded_vocab_size(layout["tensor"])
+        else:
+            fits = 0 <= rows - self.shape.vocab_size < MAX_PADDING
+        return fits and hidden == self.shape.hidden_size
+
+
+def common_state(folder: Path, metadata: Metadata) -> dict[str, Any]:
+    """Return what is the same on all ranks; nothing where another program keeps it in a `common.pt`, which is not read."""
+    place = metadata.storage_data.get(MetadataIndex(COMMON_KEY))
+    if place is None:
+        return {}
+    path = folder / place.relative_path
+    try:
+        with path.open("rb") as file:
+            state = load_plain(path, cast(IO[bytes], _create_file_view(file, place.offset, place.length)))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    return state[0] if isinstance(state, list) and state and isinstance(state[0], dict) else {}
 
 
 def stored_chunks(metadata: Metadata) -> dict[str, list[StoredChunk]]:

@@ -20,6 +20,7 @@ from a3po_megatron.actor.hf_mapping import (
 from a3po_megatron.config.model_shape import ModelShape
 
 WRAPPER = "module."  # before every name in a NeMo 2 checkpoint
+COMMON_KEY = "common_state/shard_0_1"  # what is the same on all ranks
 # Keys that hold no parameter, and what they hold.
 NO_PARAMETER = {
     re.compile(r"(chained_\d+\.)?optimizer\."): "the optimizer's state",

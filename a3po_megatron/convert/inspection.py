@@ -5,17 +5,16 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from a3po_megatron.actor.checkpoint_reading import METADATA, load_plain, read_metadata
+from a3po_megatron.actor.checkpoint_reading import METADATA, read_metadata
 from a3po_megatron.actor.hf_folder import HFFolder
+from a3po_megatron.actor.megatron_folder import common_state
 from a3po_megatron.actor.megatron_keys import what_else
 from a3po_megatron.checkpoint_folder import MARKER, check_complete
 from a3po_megatron.config.model_shape import ModelShape, read_model_shape
 from a3po_megatron.convert.gguf import open_gguf
-from a3po_megatron.convert.megatron_writer import COMMON_KEY
 from a3po_megatron.convert.nemo import WEIGHTS, is_nemo, nemo_config
 from a3po_megatron.errors import UserError
 
@@ -97,7 +96,7 @@ def _megatron(path: Path, config: Path | None) -> Inspection:
         for key, entry in described.items()
         if isinstance(entry, TensorStorageMetadata) and not what_else(key)
     ]
-    common = _common_state(path, metadata)
+    common = common_state(path, metadata)
     facts = _model(read_model_shape(config)) if config else {"model": "no config.json beside it (--config names one)"}
     if "step" in common:
         facts["step"] = str(common["step"])
@@ -126,18 +125,6 @@ def _model(shape: ModelShape) -> dict[str, str]:
     }
     scaling = {"rope_scaling": "llama3"} if shape.rope_scaling else {}
     return {"family": shape.family, "shape": ", ".join(f"{name}={value}" for name, value in (sizes | scaling).items())}
-
-
-def _common_state(path: Path, metadata: Metadata) -> dict[str, Any]:
-    """Return the state that is the same on all ranks; nothing where another program keeps it in a file that is not read."""
-    place = metadata.storage_data.get(MetadataIndex(COMMON_KEY))
-    if place is None:
-        return {}
-    file = path / place.relative_path
-    with file.open("rb") as content:
-        content.seek(place.offset)
-        state = load_plain(file, content.read(place.length))
-    return state[0] if isinstance(state, list) and state and isinstance(state[0], dict) else {}
 
 
 def _embedding_rows(tensors: Iterable[Tensor]) -> int | None:

@@ -29,14 +29,13 @@ from torch.distributed.checkpoint.metadata import (
 from a3po_megatron.actor import hf_layout
 from a3po_megatron.actor.checkpoint_reading import METADATA
 from a3po_megatron.actor.hf_folder import carry_companions
-from a3po_megatron.actor.megatron_keys import Entry, entries
+from a3po_megatron.actor.megatron_keys import COMMON_KEY, Entry, entries
 from a3po_megatron.checkpoint_folder import INCOMPLETE, finish_folder
 from a3po_megatron.config.model_shape import ModelShape
 from a3po_megatron.config.schema import ActorConfig
 from a3po_megatron.convert.weights import Summary, Watch, Weights, summarise
 from a3po_megatron.errors import UserError
 
-COMMON_KEY = "common_state/shard_0_1"  # megatron's name for what is the same on all ranks
 FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}  # metadata.json
 
 

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import yaml
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from safetensors.torch import load_file, save_file
 
@@ -144,13 +143,11 @@ NEMO_SETTINGS = {
 
 
 def save_as_nemo(actor: Actor, folder: Path) -> None:
-    """Write the actor's weights as NeMo 2 lays them out, by megatron itself, with an entry of Transformer Engine."""
+    """Write the actor's weights as NeMo 2 lays them out, by megatron itself, Transformer Engine's entries among them."""
 
     def nemo_state(actor: Actor, **unused: Any) -> dict[str, Any]:
-        entry = "module.decoder.layers.self_attention.linear_qkv._extra_state"
         (chunk,) = actor.models
-        extra = ShardedObject(entry, torch.zeros(3), (1,), (0,), replica_id=dist.get_rank())
-        return {**chunk.sharded_state_dict(prefix="module."), entry: extra}
+        return dict(chunk.sharded_state_dict(prefix="module."))
 
     with mock.patch.object(checkpoint_writer, "checkpoint_state", nemo_state):
         saved = save_checkpoint(actor, folder / "saved", 1)
