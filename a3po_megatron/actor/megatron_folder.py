@@ -4,8 +4,8 @@ Checkpoints of a run, of `hf-to-megatron`, of Megatron-LM and of NeMo 2 (its `we
 restricted readers of checkpoint_reading.py; a `common.pt` is not read at all.
 """
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -48,7 +48,6 @@ class MegatronFolder:
             check_complete(folder)
         self._metadata = read_metadata(folder)
         wrapper = WRAPPER if any(key.startswith(WRAPPER) for key in self._metadata.state_dict_metadata) else ""
-        self._chunks = {key.removeprefix(wrapper): chunks for key, chunks in stored_chunks(self._metadata).items()}
         self._tensors = {
             key.removeprefix(wrapper): entry
             for key, entry in self._metadata.state_dict_metadata.items()
@@ -56,6 +55,7 @@ class MegatronFolder:
         }
         self.ignored = self._check_keys(wrapper)
         self._entry_of = {name: entry for entry in entries(shape) for name in entry.rule.hf}
+        self._chunks = _by_slice(stored_chunks(self._metadata, wrapper), self._entry_of.values())
         self._last: tuple[Entry, list[Tensor]] | None = None
 
     def specs(self) -> dict[str, TensorSpec]:
@@ -78,7 +78,8 @@ class MegatronFolder:
         """Return megatron's whole parameter, put together from the chunks that hold parts of it."""
         size = _slice_size(self._tensors[entry.key], entry)
         start, extent = (*entry.index, *[0] * len(size)), (*[1] * len(entry.index), *size)
-        found = [chunk for chunk in self._chunks[entry.key] if _overlap(chunk, start, extent)]
+        near = [*self._chunks[entry.key, entry.index], *self._chunks[entry.key, None]]
+        found = [chunk for chunk in near if _overlap(chunk, start, extent)]
         if len(found) == 1 and (found[0].offsets, found[0].sizes) == (start, extent):
             return self._read_chunk(entry.key, found[0]).reshape(size)
         whole = torch.empty(extent, dtype=self._tensors[entry.key].properties.dtype)
@@ -148,18 +149,33 @@ def common_state(folder: Path, metadata: Metadata) -> dict[str, Any]:
     return state[0] if isinstance(state, list) and state and isinstance(state[0], dict) else {}
 
 
-def stored_chunks(metadata: Metadata) -> dict[str, list[StoredChunk]]:
+def stored_chunks(metadata: Metadata, wrapper: str) -> dict[str, list[StoredChunk]]:
     """Return key -> the chunks of its tensor."""
     stored: dict[str, list[StoredChunk]] = {}
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            stored[key] = []
+            chunks = stored[key.removeprefix(wrapper)] = []
             for chunk in entry.chunks:
                 place = metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
                 if place is not None:
                     sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-                    stored[key].append(StoredChunk(*sizes, place.relative_path, place.offset, place.length))
+                    chunks.append(StoredChunk(*sizes, place.relative_path, place.offset, place.length))
     return stored
+
+
+def _by_slice(
+    stored: Mapping[str, Sequence[StoredChunk]], parameters: Iterable[Entry]
+) -> dict[tuple[str, tuple[int, ...] | None], list[StoredChunk]]:
+    """Return (key, index) -> the chunks within one slice of a stack; index None: chunks that reach over several.
+
+    A mixture of experts has thousands of slices under one key, each of which would look through all chunks.
+    """
+    found: dict[tuple[str, tuple[int, ...] | None], list[StoredChunk]] = defaultdict(list)
+    for key, depth in {entry.key: len(entry.stack) for entry in parameters}.items():
+        for chunk in stored[key]:
+            is_within = all(size == 1 for size in chunk.sizes[:depth])
+            found[key, chunk.offsets[:depth] if is_within else None].append(chunk)
+    return found
 
 
 def _slice_size(tensor: TensorStorageMetadata, entry: Entry) -> tuple[int, ...]:

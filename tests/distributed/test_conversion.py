@@ -16,12 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from a3po_megatron.actor import checkpoint_writer
 from a3po_megatron.actor.actor import Actor
+from a3po_megatron.actor.checkpoint import load_checkpoint
 from a3po_megatron.actor.checkpoint_reading import read_metadata, restricted_reading
 from a3po_megatron.actor.checkpoint_writer import save_checkpoint
 from a3po_megatron.config.model_shape import read_model_shape
 from a3po_megatron.convert.megatron import hf_to_megatron, layout_of, megatron_to_hf
 from a3po_megatron.convert.nemo import nemo_to_megatron
 from a3po_megatron.convert.verify import compare, tokens_of
+from a3po_megatron.errors import UserError
 from a3po_megatron.objective.supervised import SupervisedLoss
 from tests.distributed.layouts import Layout, Model, build_actor, hf_tensors, random_sequences, save_model
 
@@ -79,10 +81,12 @@ def test_megatron_loads_a_converted_checkpoint_at_any_layout(
     actor.close()
 
 
-def test_a_run_starts_from_a_converted_checkpoint(shared_folder: Path) -> None:
+def test_a_run_starts_from_a_converted_checkpoint_and_does_not_resume_from_it(shared_folder: Path) -> None:
     folder = convert(save_model(Model("qwen3").build(), shared_folder / "hf"), shared_folder / "megatron", 1, 1)
     actor = build_actor(folder, Layout(tp=2, pp=2).config())
     assert_same(dict(actor.export_weights()), expected_of(Model("qwen3")))
+    with pytest.raises(UserError, match="weights only: start from it with model"):
+        load_checkpoint(actor, folder)
     actor.close()
 
 
