@@ -53,7 +53,7 @@ lint: setup
 	"$(VENV)/bin/ruff" check .
 	"$(VENV)/bin/ruff" format --check .
 	"$(VENV)/bin/mypy"
-	"$(VENV)/bin/shellcheck" -x tools/*.sh slurm/*.sh tests/slurm/*.sh .ci/run
+	"$(VENV)/bin/shellcheck" -x tools/*.sh slurm/*.sh tests/slurm/*.sh tests/slurm/stubs/* .ci/run
 
 # Resolve the pinned lists anew from what they are made of.
 RESOLVE := "$(VENV)/bin/uv" pip compile -q --python-version 3.12 --python-platform x86_64-manylinux_2_28 --no-annotate --no-header

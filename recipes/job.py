@@ -4,7 +4,7 @@
     python -m recipes.job node CONFIG [OVERRIDES] ... --facts DIR --job-id J --canary TEXT        on each node: what is here?
     python -m recipes.job open CONFIG [OVERRIDES] ... --facts DIR                                 do the nodes fit? run folder
 
-`open` prints the first of the job's ports. Exit code 2 and one line for whatever does not fit.
+`open` prints the address of the first actor node and the first of the job's ports. Whatever does not fit is one line, exit code 2.
 """
 
 import argparse
@@ -16,10 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 from a3po_megatron.config.load import load_config
+from a3po_megatron.config.model_shape import read_model_shape
 from a3po_megatron.config.schema import TrainConfig
 from a3po_megatron.errors import exit_on_user_error
+from a3po_megatron.estimate.plan import GB
 from a3po_megatron.launch import node_facts
-from a3po_megatron.launch.cluster import Cluster, check_cluster, describe, num_ports
+from a3po_megatron.launch.cluster import Cluster, check_cluster, describe, memory_of, num_ports
 from a3po_megatron.launch.run_folder import check_run, open_run_folder
 
 TABLE_WIDTH = 100  # where no terminal tells
@@ -41,13 +43,16 @@ def main(arguments: Sequence[str]) -> int:
     check_cluster(cluster, config)
     if options.command == "plan":
         check_run(config)
-        show(describe(cluster, config))
+        rows = describe(cluster, config)
+        if cluster.gpus_per_node:
+            rows += memory_of(config, read_model_shape(config.model.path), options.gpu_memory_gb * GB)
+        show(rows)
         return 0
     all_facts = node_facts.read_facts(options.facts, cluster.nodes)
     min_free_bytes = int(options.min_free_gb * 1e9)
     port = node_facts.check_facts(all_facts, cluster.gpus_per_node, config.model.path, min_free_bytes)
     open_run_folder(config)
-    print(port)
+    print(all_facts[0].address, port)
     return 0
 
 
@@ -61,6 +66,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rollout-nodes", required=True, help="names, with commas")
     parser.add_argument("--actor-ranks-per-node", type=int, required=True)
     parser.add_argument("--gpus-per-node", type=int, required=True, help="0: a cluster without GPUs")
+    parser.add_argument("--gpu-memory-gb", type=float, default=80.0, help="of each GPU (default: %(default)s)")
     parser.add_argument("--facts", type=Path, help="folder on the shared file system in which the nodes write")
     parser.add_argument("--canary", help="what the canary file in that folder says")
     parser.add_argument("--job-id", type=int, help="the job's ports follow from it")

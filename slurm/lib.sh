@@ -9,13 +9,36 @@
 #
 # `--dry-run` stops after the plan and needs no SLURM. Arguments like run.num_steps=50 change settings of the config.
 
+POLL_S=0.2
+declare -A ROLE_OF=() # process id of a step's srun -> role
+STOPPED="" REASON="" CODE=0 FAILED_LOGS=()
+
 say() { echo "[$(date +%T)] $*"; }
 fail() { echo "error: $*" >&2; exit 2; }
+# A signal to the whole job ends a sleep too.
+pause() { sleep $POLL_S || true; }
+join() { local IFS=,; echo "$*"; }
 
 main() {
   set -euo pipefail
-  OVERRIDES=() DRY_RUN=
+  trap 'STOPPED=TERM' TERM INT
+  trap 'STOPPED=USR1' USR1
+  read_arguments "$@"
+  settle
+  split_nodes
+  if [ -n "$DRY_RUN" ]; then
+    "${CONTAINER[@]}" "${HOST_PYTHON:-$PYTHON}" -m recipes.job plan "${JOB_ARGUMENTS[@]}"
+    return
+  fi
+  preflight
+  start_roles
+  watch_roles
+  finish
+}
+
+read_arguments() {
   local argument
+  OVERRIDES=() DRY_RUN=""
   for argument in "$@"; do
     case $argument in
       --dry-run) DRY_RUN=1 ;;
@@ -28,16 +51,6 @@ main() {
       *) fail "$argument: expected setting=value, for example run.num_steps=50" ;;
     esac
   done
-  settle
-  split_nodes
-  if [ -n "$DRY_RUN" ]; then
-    "${CONTAINER[@]}" "$PYTHON" -m recipes.job plan "${JOB_ARGUMENTS[@]}"
-    return
-  fi
-  preflight
-  start_roles
-  watch_roles
-  finish
 }
 
 # The site's own file, if there is one: SRUN_ARGS, CONTAINER, site_setup and variables.
@@ -45,32 +58,45 @@ load_site() {
   cd "$A3PO_HOME"
   SRUN_ARGS=() CONTAINER=()
   if [ -n "${SITE_ENV:-}" ] && [ ! -r "$SITE_ENV" ]; then fail "SITE_ENV=$SITE_ENV: cannot read it"; fi
+  set +eu # what a site writes is not ours to be strict about
   # shellcheck disable=SC1090  # the site's own file
   if [ -r "${SITE_ENV:=$A3PO_HOME/slurm/site.env}" ]; then source "$SITE_ENV"; fi
-  : "${PYTHON:=$A3PO_HOME/.venv/bin/python}" "${GPUS_PER_NODE:=8}" "${INTERFACE:=}" "${PREFLIGHT_S:=300}"
-  [ ${#CONTAINER[@]} -gt 0 ] || command -v "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON: no such program; run 'make setup' in $A3PO_HOME"
+  set -eu
+  : "${PYTHON:=$A3PO_HOME/.venv/bin/python}" "${GPUS_PER_NODE:=8}" "${GPU_MEMORY_GB:=80}" "${INTERFACE:=}" "${PREFLIGHT_S:=300}"
+  if ! in_container && ! command -v "$PYTHON" >/dev/null; then
+    fail "PYTHON=$PYTHON: no such program; make the environment that docs/slurm.md names, or set CONTAINER or SRUN_ARGS in $SITE_ENV"
+  fi
+  if [ -n "${DATA_DIR:-}" ]; then
+    [ -d "$DATA_DIR" ] || fail "DATA_DIR=$DATA_DIR: no such folder"
+    export A3PO_DATA=$DATA_DIR
+  fi
   export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} PYTHON SITE_ENV A3PO_HOME INTERFACE
 }
+
+# Whether PYTHON lies in a container, where this shell cannot look for it.
+in_container() { [ ${#CONTAINER[@]} -gt 0 ] || [[ " ${SRUN_ARGS[*]-} " == *" --container"* ]]; }
 
 # Defaults of what the script and the environment left open, and what can be checked without Python.
 settle() {
   load_site
   : "${METHOD:=loglinear}" "${RUN_DIR:=$A3PO_HOME/runs/${SLURM_JOB_NAME:-dry-run}-${SLURM_JOB_ID:-0}}"
   : "${ACTOR_NODES:=1}" "${ROLLOUT_NODES:=1}" "${ACTOR_RANKS_PER_NODE:=$GPUS_PER_NODE}" "${MIN_FREE_GB:=50}" "${STOP_S:=45}"
-  : "${TP:=}" "${PP:=}" "${CP:=}" "${EP:=}" "${DP:=}" "${ROLLOUT_TP:=}" "${REPLICAS_PER_NODE:=}"
+  : "${TP:=}" "${PP:=}" "${CP:=}" "${EP:=}" "${DP:=}" "${ROLLOUT_TP:=}" "${REPLICAS_PER_NODE:=}" "${LAST_ROLE_S:=3600}"
+  export RUN_DIR
   [ -n "${CONFIG:-}" ] || fail "CONFIG is not set: name the YAML file of the run"
   [ -r "$CONFIG" ] || fail "CONFIG=$CONFIG: cannot read it"
   [ -n "${MODEL_PATH:-}" ] || fail "MODEL_PATH is not set: name the Hugging Face folder of the model, on a shared file system"
   [ -r "$MODEL_PATH/config.json" ] || fail "MODEL_PATH=$MODEL_PATH: no config.json there; download the model to a shared file system"
-  if [ -n "${DATA_DIR:-}" ]; then
-    [ -d "$DATA_DIR" ] || fail "DATA_DIR=$DATA_DIR: no such folder"
-    export A3PO_DATA=$DATA_DIR
-  fi
   local name
-  for name in ACTOR_NODES ROLLOUT_NODES ACTOR_RANKS_PER_NODE GPUS_PER_NODE MIN_FREE_GB STOP_S PREFLIGHT_S TP PP CP EP DP ROLLOUT_TP \
-    REPLICAS_PER_NODE; do
-    [[ ${!name:-0} =~ ^[0-9]+$ ]] || fail "$name=${!name}: expected a whole number"
+  for name in ACTOR_NODES ROLLOUT_NODES ACTOR_RANKS_PER_NODE STOP_S PREFLIGHT_S LAST_ROLE_S TP PP CP EP DP ROLLOUT_TP REPLICAS_PER_NODE; do
+    [[ ${!name:-1} =~ ^[1-9][0-9]*$ ]] || fail "$name=${!name}: expected a whole number above 0"
   done
+  for name in GPUS_PER_NODE GPU_MEMORY_GB MIN_FREE_GB; do
+    [[ ${!name} =~ ^(0|[1-9][0-9]*)$ ]] || fail "$name=${!name}: expected a whole number"
+  done
+  local allocated=${SLURM_GPUS_PER_NODE:-$GPUS_PER_NODE}
+  [ "${allocated##*:}" = "$GPUS_PER_NODE" ] ||
+    fail "GPUS_PER_NODE=$GPUS_PER_NODE, but the job has $allocated a node; set it, or sbatch --gpus-per-node=$GPUS_PER_NODE"
   settings_of_variables
 }
 
@@ -93,77 +119,77 @@ settings_of_variables() {
 
 # The first nodes are the actor's, the next ones the rollout's; a job of one node shares it.
 split_nodes() {
-  local -a nodes
   local needed=$((ACTOR_NODES + ROLLOUT_NODES)) i
-  if [ "$ACTOR_NODES" = 1 ] && [ "$ROLLOUT_NODES" = 1 ] && [ "${SLURM_JOB_NUM_NODES:-${NODES:-2}}" = 1 ]; then needed=1; fi
+  ALL=()
   if [ -n "$DRY_RUN" ]; then
-    for ((i = 1; i <= needed; i++)); do nodes+=("node$i"); done
+    for ((i = 1; i <= ${NODES:-needed}; i++)); do ALL+=("node$i"); done
   else
     [ -n "${SLURM_JOB_ID:-}" ] || fail "no SLURM job: submit with 'sbatch $0', or add --dry-run to see the plan"
-    mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    mapfile -t ALL < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
   fi
-  [ ${#nodes[@]} = "$needed" ] || fail "the job has ${#nodes[@]} nodes, but ACTOR_NODES=$ACTOR_NODES + ROLLOUT_NODES=$ROLLOUT_NODES need $needed; sbatch --nodes=$needed"
-  ACTORS=("${nodes[@]:0:ACTOR_NODES}")
-  ROLLOUTS=("${nodes[@]: -ROLLOUT_NODES}")
-  ALL=("${nodes[@]}")
+  if [ ${#ALL[@]} = 1 ] && [ "$needed" = 2 ]; then needed=1; fi
+  [ ${#ALL[@]} = "$needed" ] || fail "the job has ${#ALL[@]} nodes, but ACTOR_NODES=$ACTOR_NODES + ROLLOUT_NODES=$ROLLOUT_NODES need $needed; sbatch --nodes=$needed"
+  ACTORS=("${ALL[@]:0:ACTOR_NODES}")
+  ROLLOUTS=("${ALL[@]: -ROLLOUT_NODES}")
   JOB_ARGUMENTS=("$CONFIG" "${OVERRIDES[@]}" --actor-nodes "$(join "${ACTORS[@]}")" --rollout-nodes "$(join "${ROLLOUTS[@]}")"
-    --actor-ranks-per-node "$ACTOR_RANKS_PER_NODE" --gpus-per-node "$GPUS_PER_NODE")
+    --actor-ranks-per-node "$ACTOR_RANKS_PER_NODE" --gpus-per-node "$GPUS_PER_NODE" --gpu-memory-gb "$GPU_MEMORY_GB")
+  # For node.sh: how many nodes the job has, which are the actor's, and how many GPUs of a shared node are.
+  export A3PO_NODES=${#ALL[@]} A3PO_ACTORS="${ACTORS[*]}" A3PO_GPUS_BEFORE_ROLLOUT=""
+  if [ ${#ALL[@]} = 1 ]; then A3PO_GPUS_BEFORE_ROLLOUT=$ACTOR_RANKS_PER_NODE; fi
 }
 
-join() { local IFS=,; echo "$*"; }
-
-# srun_on NAME LOG NODES... -- COMMAND...: one step with one task a node. %N in LOG is the node's name.
+# srun_on NAME LOG NODES... -- MODULE...: becomes a step with one task a node. %N in LOG is the node's name.
 srun_on() {
-  local name=$1 log=$2 gpus=()
+  local name=$1 log=$2
+  local -a nodes=() gpus=()
   shift 2
-  local -a nodes=()
   while [ "$1" != -- ]; do nodes+=("$1"); shift; done
   shift
   if [ "$GPUS_PER_NODE" -gt 0 ]; then gpus=("--gpus-per-node=$GPUS_PER_NODE"); fi
-  exec srun --overlap --nodes=${#nodes[@]} --ntasks=${#nodes[@]} --ntasks-per-node=1 -w "$(join "${nodes[@]}")" --job-name="$name" \
-    --output="$log" --error="$log" --open-mode=append --kill-on-bad-exit=1 --mpi=none "${gpus[@]}" "${SRUN_ARGS[@]}" \
-    "$A3PO_HOME/slurm/node.sh" "$@"
+  exec srun --overlap --export=ALL --nodes=${#nodes[@]} --ntasks=${#nodes[@]} --ntasks-per-node=1 -w "$(join "${nodes[@]}")" \
+    --job-name="$name" --output="$log" --error="$log" --open-mode=append --kill-on-bad-exit=1 --mpi=none "${gpus[@]}" \
+    "${SRUN_ARGS[@]}" "$A3PO_HOME/slurm/node.sh" "$@"
 }
 
 preflight() {
-  HEAD=$(bash "$A3PO_HOME/slurm/node.sh" address "${#ALL[@]}") || exit 2
   # A run's folder may outlive several attempts of its job: one folder of logs each.
   LOGS=$RUN_DIR/logs/job-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
   say "job $SLURM_JOB_ID: actor on ${ACTORS[*]}, rollout on ${ROLLOUTS[*]}; logs in $LOGS"
-  mkdir -p "$LOGS" || fail "RUN_DIR=$RUN_DIR: cannot write there; name a folder of yours on a shared file system"
-  one_line_of plan "${ALL[0]}" -- recipes.job plan "${JOB_ARGUMENTS[@]}"
-  sed -n '1,$p' "$LOGS/plan.log"
   local facts=$LOGS/nodes canary=$SLURM_JOB_ID.$RANDOM
-  mkdir -p "$facts"
+  mkdir -p "$facts" || fail "RUN_DIR=$RUN_DIR: cannot write there; name a folder of yours on a shared file system"
   echo "$canary" >"$facts/canary"
-  one_line_of nodes "${ALL[@]}" -- recipes.job node "${JOB_ARGUMENTS[@]}" --facts "$facts" --canary "$canary" --job-id "$SLURM_JOB_ID"
-  one_line_of open "${ALL[0]}" -- recipes.job open "${JOB_ARGUMENTS[@]}" --facts "$facts" --min-free-gb "$MIN_FREE_GB"
-  PORT=$(tail -n 1 "$LOGS/open.log")
-  [[ $PORT =~ ^[0-9]+$ ]] || fail "no port in $LOGS/open.log"
+  check plan "${ALL[0]}" -- recipes.job plan "${JOB_ARGUMENTS[@]}"
+  cat "$LOGS/plan.log"
+  check nodes "${ALL[@]}" -- recipes.job node "${JOB_ARGUMENTS[@]}" --facts "$facts" --canary "$canary" --job-id "$SLURM_JOB_ID"
+  check open "${ALL[0]}" -- recipes.job open "${JOB_ARGUMENTS[@]}" --facts "$facts" --min-free-gb "$MIN_FREE_GB"
+  read -r HEAD PORT < <(tail -n 1 "$LOGS/open.log") || true
+  [[ ${PORT:-} =~ ^[0-9]+$ ]] || fail "no address and port in the last line of $LOGS/open.log"
 }
 
-# one_line_of NAME NODES... -- MODULE...: a check in a step; if it fails the job ends with what the check said.
-one_line_of() {
-  local name=$1 code=0
+# check NAME NODES... -- MODULE...: a short step; if it fails, the job ends with what it said and nothing is started.
+check() {
+  local name=$1 code=0 end=$((SECONDS + PREFLIGHT_S)) pid
   (srun_on "$name" "$LOGS/$name.log" "${@:2}") 2>"$LOGS/$name.srun" &
-  wait_for $! "$PREFLIGHT_S" || code=$?
-  [ "$code" = 0 ] && return
-  grep -h '^error: ' "$LOGS/$name.log" | tail -n 1 >&2 || tail -n 5 "$LOGS/$name.log" "$LOGS/$name.srun" >&2
+  pid=$!
+  while kill -0 "$pid" 2>/dev/null && [ -z "$STOPPED" ] && [ $SECONDS -lt $end ]; do pause; done
+  if kill -0 "$pid" 2>/dev/null; then
+    kill -TERM "$pid" 2>/dev/null || true # srun then ends its step at once
+    wait "$pid" 2>/dev/null || true
+    [ -n "$STOPPED" ] || fail "the check '$name' did not end within PREFLIGHT_S=$PREFLIGHT_S s; nothing was started; see $LOGS/$name.*"
+  else
+    wait "$pid" || code=$?
+  fi
+  if [ -n "$STOPPED" ]; then say "failed: $(stop_reason) during the check '$name'; nothing was started"; exit 1; fi
+  [ "$code" != 0 ] || return 0
+  if ! grep -hs '^error: ' "$LOGS/$name.log" | tail -n 1 | grep . >&2; then
+    cat "$LOGS/$name.srun" "$LOGS/$name.log" 2>/dev/null | tail -n 8 >&2 || true
+  fi
   say "the check '$name' ended with exit code $code; nothing was started" >&2
   exit "$((code == 2 ? 2 : 1))"
 }
 
-# wait_for PID SECONDS: its exit code, or 124 after killing it.
-wait_for() {
-  local pid=$1 end=$((SECONDS + $2))
-  while kill -0 "$pid" 2>/dev/null && [ -z "${STOPPED:-}" ]; do
-    [ $SECONDS -lt $end ] || { kill -KILL "$pid" 2>/dev/null || true; wait "$pid" 2>/dev/null || true; return 124; }
-    sleep 0.1
-  done
-  wait "$pid"
-}
+stop_reason() { if [ "$STOPPED" = USR1 ]; then echo "the job's time is nearly over"; else echo "stopped by SIGTERM"; fi; }
 
-declare -A ROLE_OF=()
 start_role() {
   local role=$1
   shift
@@ -172,54 +198,70 @@ start_role() {
 }
 
 start_roles() {
-  trap 'STOPPED=TERM' TERM INT
-  trap 'STOPPED=USR1' USR1
-  local shared="" node url="http://$HEAD:$PORT"
-  if [ ${#ALL[@]} = 1 ]; then shared=1; fi
+  local node url="http://$HEAD:$PORT"
   local -a common=("$CONFIG" "${OVERRIDES[@]}" "controller.host=$HEAD" "controller.port=$PORT")
-  export A3PO_GPUS_BEFORE_ROLLOUT=${shared:+$ACTOR_RANKS_PER_NODE}
   start_role controller "${ACTORS[0]}" -- recipes.controller "${common[@]}"
   for node in "${ROLLOUTS[@]}"; do
     start_role "rollout-$node" "$node" -- recipes.rollout "${common[@]}" "rollout.base_port=$((PORT + 2))" \
       --controller "$url" --node "$node" --log-dir "$LOGS"
   done
   start_role actor "${ACTORS[@]}" -- recipes.actor "${common[@]}" --nodes "${#ACTORS[@]}" --master "$HEAD:$((PORT + 1))"
-  echo "$url" >"$LOGS/controller.url"
-  say "controller at $url; started ${ROLE_OF[*]}"
+  say "controller at $url; started controller, actor and rollout on ${ROLLOUTS[*]}"
 }
 
-# Sets REASON and CODE when the job is over.
+# Sets REASON and CODE when the job is over. Looks at its steps instead of `wait -n`, which older shells lack or lose ends with.
 watch_roles() {
-  local who code rollouts=${#ROLLOUTS[@]} done_roles=0
-  REASON="" CODE=0 FAILED_LOGS=()
-  while [ -z "$REASON" ] && [ "$done_roles" -lt 2 ]; do
-    who="" code=0
-    if [ -z "${STOPPED:-}" ]; then wait -n -p who "${!ROLE_OF[@]}" || code=$?; fi
-    if [ -n "${STOPPED:-}" ]; then
-      CODE=$([ "$STOPPED" = USR1 ] && echo 1 || echo 143)
-      REASON=$([ "$STOPPED" = USR1 ] && echo "the job's time is nearly over" || echo "stopped by SIGTERM")
-      continue
+  local pid code rollouts=${#ROLLOUTS[@]} well=0 last_by=0
+  while [ -z "$REASON" ] && [ "$well" -lt 2 ]; do
+    pause
+    if [ -n "$STOPPED" ]; then
+      REASON=$(stop_reason) CODE=1
+      if [ "$STOPPED" = TERM ]; then CODE=143; fi
+      return
     fi
-    [ -n "$who" ] || continue
-    local role=${ROLE_OF[$who]}
-    unset "ROLE_OF[$who]"
-    case $role in
-      rollout-*)
-        rollouts=$((rollouts - 1))
-        say "$role ended with exit code $code; $rollouts rollout nodes are left"
-        [ "$rollouts" -gt 0 ] || { CODE=$((code ? code : 1)); last_words "$role"; REASON="no rollout node is left; the last was $role"; }
-        ;;
-      *)
-        if [ "$code" = 0 ]; then done_roles=$((done_roles + 1)); else CODE=$code; last_words "$role"; REASON="$role ended with exit code $CODE"; fi
-        ;;
-    esac
+    if [ "$last_by" -gt 0 ] && [ $SECONDS -gt "$last_by" ]; then
+      REASON="one of actor and controller ended well, but the other did not within LAST_ROLE_S=$LAST_ROLE_S s" CODE=1
+      return
+    fi
+    for pid in "${!ROLE_OF[@]}"; do
+      if kill -0 "$pid" 2>/dev/null || [ -n "$REASON" ]; then continue; fi
+      code=0
+      wait "$pid" || code=$?
+      role_ended "${ROLE_OF[$pid]}" "$code"
+      unset "ROLE_OF[$pid]"
+    done
   done
+}
+
+role_ended() { # ROLE CODE; uses the counters of watch_roles
+  case $1 in
+    rollout-*)
+      rollouts=$((rollouts - 1))
+      say "$1 ended with exit code $2; $rollouts rollout nodes are left"
+      if [ "$rollouts" = 0 ]; then
+        CODE=$(($2 ? $2 : 1))
+        last_words "$1"
+        REASON="no rollout node is left; the last was $1"
+      fi
+      ;;
+    *)
+      if [ "$2" = 0 ]; then
+        well=$((well + 1)) last_by=$((SECONDS + LAST_ROLE_S))
+      else
+        CODE=$2
+        last_words "$1"
+        REASON="$1 ended with exit code $CODE"
+      fi
+      ;;
+  esac
 }
 
 # Sets FAILED_LOGS, and CODE if srun tells: those of the node that srun names first, since the others only follow it.
 last_words() {
-  local role=$1 node="" code=""
-  read -r node code < <(sed -nE 's/^srun: error: ([A-Za-z0-9._-]+): task.*exit code ([0-9]+)$/\1 \2/p' "$LOGS/$role.srun" | head -n 1) || true
+  local role=$1 line node code
+  line=$(grep -E '^srun: error: [A-Za-z0-9._-]+: task' "$LOGS/$role.srun" | head -n 1) || true
+  node=$(sed -nE 's/^srun: error: ([A-Za-z0-9._-]+): task.*/\1/p' <<<"$line")
+  code=$(sed -nE 's/.*exit code ([0-9]+)$/\1/p' <<<"$line")
   if [ -n "$code" ]; then CODE=$code; fi
   FAILED_LOGS=("$LOGS/${role%%-*}-$node.log")
   if [ ! -s "${FAILED_LOGS[0]}" ]; then FAILED_LOGS=("$LOGS/${role%%-*}"-*.log "$LOGS/$role.srun"); fi
@@ -235,10 +277,10 @@ finish() {
   for log in "${FAILED_LOGS[@]}"; do
     [ -s "$log" ] || continue
     echo "--- the end of $log"
-    grep -v '^\s*$' "$log" | tail -n 8
+    grep -v '^\s*$' "$log" | tail -n 8 || true
   done
   say "failed: $REASON; logs in $LOGS"
-  grep -h '^error: ' "${FAILED_LOGS[@]}" /dev/null | tail -n 1 || true
+  grep -hs '^error: ' "${FAILED_LOGS[@]}" /dev/null | tail -n 1 || true
   exit "$CODE"
 }
 
@@ -251,12 +293,12 @@ stop_roles() {
   while read -r id step; do
     for pid in "${!left[@]}"; do
       # scancel reports an error for a step that lives on some of the job's nodes only, although the signal arrives
-      if [ "${left[$pid]}" = "$step" ]; then scancel --signal=TERM "$id" 2>/dev/null || true; fi
+      if [ "${left[$pid]}" = "$step" ]; then timeout 30 scancel --signal=TERM "$id" 2>/dev/null || true; fi
     done
   done < <(timeout 30 squeue --noheader --steps --job "$SLURM_JOB_ID" --format '%i %j' || true)
   local end=$((SECONDS + STOP_S))
   for pid in "${!left[@]}"; do
-    while kill -0 "$pid" 2>/dev/null && [ $SECONDS -lt $end ]; do sleep 0.1; done
+    while kill -0 "$pid" 2>/dev/null && [ $SECONDS -lt $end ]; do pause; done
     if kill -0 "$pid" 2>/dev/null; then
       say "${left[$pid]} did not end within $STOP_S s and is killed"
       kill -TERM "$pid" 2>/dev/null || true # srun then kills its step at once

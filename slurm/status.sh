@@ -10,7 +10,7 @@ record=$(scontrol -o show job "$1" 2>/dev/null | tr ' ' '\n') || true
 echo "job $1: $(field JobState), $(field RunTime) of $(field TimeLimit), on $(field NodeList)"
 squeue --noheader --steps --job "$1" --format '  %j %M on %N' | grep -vE '^  (batch|extern)' || true
 
-output=$(field StdOut)
+output=$(scontrol show job "$1" | sed -n 's/^ *StdOut=//p')
 [ -s "$output" ] || { echo "nothing in $output yet"; exit 0; }
 logs=$(sed -n 's/.*; logs in //p' "$output" | tail -n 1)
 [ -d "${logs:-}" ] || { tail -n 5 "$output"; exit 0; }

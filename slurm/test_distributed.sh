@@ -8,6 +8,7 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=4
 #SBATCH --cpus-per-task=16
+#SBATCH --mem=128G
 #SBATCH --time=01:00:00
 #SBATCH --output=%x-%j.out
 #SBATCH --open-mode=append
@@ -22,19 +23,21 @@ set -euo pipefail
 
 RANKS=4  # what most tests are made for
 load_site
+GPUS_PER_NODE=${SLURM_GPUS_PER_NODE:-$GPUS_PER_NODE} GPUS_PER_NODE=${GPUS_PER_NODE##*:} # what the job was given
 [ -n "${SLURM_JOB_ID:-}" ] || fail "no SLURM job: submit with 'sbatch $0'"
 mapfile -t ALL < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 ((RANKS % ${#ALL[@]} == 0)) || fail "${#ALL[@]} nodes do not share $RANKS ranks evenly; use 1, 2 or 4"
 LOGS=${RUN_DIR:=$A3PO_HOME/runs/$SLURM_JOB_NAME-$SLURM_JOB_ID}/logs
 mkdir -p "$LOGS"
 export PYTEST_DEBUG_TEMPROOT=$RUN_DIR # the tests' folders are seen by all nodes
-head=$(bash "$A3PO_HOME/slurm/node.sh" address "${#ALL[@]}") || exit 2
+export A3PO_NODES=${#ALL[@]} A3PO_ACTORS="${ALL[*]}" A3PO_GPUS_BEFORE_ROLLOUT=""
 say "$RANKS ranks on ${ALL[*]}; logs in $LOGS"
+if [ "$GPUS_PER_NODE" -gt 0 ]; then export A3PO_TEST_ON_GPUS=1; fi
 choose=()
 if [ -n "$CHOOSE" ]; then choose=(-k "$CHOOSE"); fi
 code=0
 (srun_on torchrun "$LOGS/torchrun-%N.log" "${ALL[@]}" -- torch.distributed.run --nnodes "${#ALL[@]}" \
-  --nproc-per-node $((RANKS / ${#ALL[@]})) --rdzv-backend static --master-addr "$head" --master-port $((20000 + SLURM_JOB_ID % 10000)) \
+  --nproc-per-node $((RANKS / ${#ALL[@]})) --rdzv-backend static --master-addr "${ALL[0]}" --master-port $((20000 + SLURM_JOB_ID % 10000)) \
   -m pytest tests/distributed -q -p no:cacheprovider "${choose[@]}") || code=$?
 for log in "$LOGS"/torchrun-*.log; do echo "--- the end of $log"; tail -n 8 "$log"; done
 exit "$code"

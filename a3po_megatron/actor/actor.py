@@ -149,10 +149,13 @@ class Actor:
             self.logprobs(sequences)
         return by_sequence(chosen, self._microbatches(sequences), self.settings.sequence_parallel)
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, whole tensor) of the current weights in model order, on every rank."""
+    def export_weights(self, first_stage_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face name, whole tensor) of the current weights in model order, on every rank.
+
+        `first_stage_only`: whole on the ranks of the first pipeline stage; the others iterate all the same.
+        """
         self.make_parameters_fresh()
-        return export_weights(self.models, self.shape, self.place)
+        return export_weights(self.models, self.shape, self.place, first_stage_only=first_stage_only)
 
     def make_parameters_fresh(self) -> None:
         """Finish the gather of updated parameters, which overlapped gathering leaves to the next forward pass. Collective."""

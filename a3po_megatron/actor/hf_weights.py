@@ -58,11 +58,13 @@ def export_weights(
     shape: ModelShape,
     place: parallel.Place,
     value: Callable[[torch.nn.Parameter], Tensor] = lambda parameter: parameter.data,
+    first_stage_only: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, whole tensor) in model order, on every rank of the tensor, expert and pipeline groups.
 
     Collective: all of these ranks iterate to the end. Memory is bounded by one parameter (gathered) and its Hugging Face
-    parts. `value` picks what is exported of a parameter, for example its gradient. The caller makes parameters fresh first
+    parts. `first_stage_only`: the other pipeline stages send what they hold and yield what may be empty. `value` picks what
+    is exported of a parameter, for example its gradient. The caller makes parameters fresh first
     (`Actor.export_weights` does, under overlapped parameter gathering).
     """
     held = {rule.hf: parameter for chunk in chunks for rule, parameter in _ruled_parameters(chunk, shape, place)}
@@ -77,7 +79,8 @@ def export_weights(
             if rule.expert is not None and place.pp_rank == owner:
                 expert_owner = rule.expert // _experts_a_rank(shape, place)
                 tensor = _from_owner(tensor, shapes[name], like, expert_owner, parallel.ep_group())
-            yield name, _from_owner(tensor, shapes[name], like, owner, parallel.pp_group())
+            bring = _to_first if first_stage_only else _from_owner
+            yield name, bring(tensor, shapes[name], like, owner, parallel.pp_group())
 
 
 def _model_order(shape: ModelShape, stages: Sequence[int]) -> Iterator[tuple[Rule, int]]:
@@ -143,3 +146,17 @@ def _from_owner(
     tensor = torch.empty(shape, dtype=like.dtype, device=like.device) if whole is None else whole.contiguous()
     dist.broadcast(tensor, group_src=owner, group=group)
     return tensor
+
+
+def _to_first(
+    whole: Tensor | None, shape: tuple[int, ...], like: Tensor, owner: int, group: dist.ProcessGroup
+) -> Tensor:
+    """Send one tensor from the rank of `group` that holds it to the first one; nothing travels that is there already."""
+    rank = group.rank()
+    if owner != 0 and rank == owner:
+        assert whole is not None
+        dist.send(whole.contiguous(), group=group, group_dst=0)
+    elif owner != 0 and rank == 0:
+        whole = torch.empty(shape, dtype=like.dtype, device=like.device)
+        dist.recv(whole, group=group, group_src=owner)
+    return like.new_empty(0) if whole is None else whole

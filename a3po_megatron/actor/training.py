@@ -22,14 +22,17 @@ from a3po_megatron.actor.export import export_hf_folder
 from a3po_megatron.actor.publish import PublicationLink, Publisher
 from a3po_megatron.config.model_shape import ModelShape
 from a3po_megatron.config.schema import TrainConfig
+from a3po_megatron.controller.link import PublishAgain
 from a3po_megatron.records import Batch
+
+PUBLISH_AGAIN = b"publish again"  # rank 0's word in place of a batch
 
 
 class Link(PublicationLink, Protocol):
     """What the loop asks of the controller; `controller/link.py` has it."""
 
     def next_batch(self, version: int) -> Batch | None:
-        """Return the batch to train at `version`; None when the run is over."""
+        """Return the batch to train at `version`; None when the run is over. Raises PublishAgain."""
 
     def report_step(self, step: int, version: int, metrics: Row) -> None:
         """Hand over the actor's part of a row."""
@@ -51,7 +54,7 @@ def train(config: TrainConfig, shape: ModelShape, link: Link | None) -> int:
     batch_step = BatchStep(actor, config.algorithm, config.controller.max_staleness, config.run.seed)
     writer, version = CheckpointWriter(actor, Path(config.run.dir) / "checkpoints", config.run), 0
     clock = Stopwatch()
-    while (batch := _next_batch(control, link, version)) is not None:
+    while (batch := _next_batch(control, link, publisher, version)) is not None:
         wait_s = clock.lap_s()
         metrics = batch_step.train(batch, version)
         writer.poll()
@@ -77,14 +80,20 @@ def train(config: TrainConfig, shape: ModelShape, link: Link | None) -> int:
     return version
 
 
-def _next_batch(control: ControlGroup, link: Link | None, version: int) -> Batch | None:
-    """Return the batch on every rank; None at the end of the run."""
-    if link is None:
-        body = control.tell(None)
-        return wire.decode(body, Batch) if body else None
-    batch = link.next_batch(version)
-    control.tell(wire.encode(batch) if batch else b"")
-    return batch
+def _next_batch(control: ControlGroup, link: Link | None, publisher: Publisher, version: int) -> Batch | None:
+    """Return the batch on every rank; None at the end of the run. Publishes the current weights again when asked to."""
+    while True:
+        batch, body = None, None
+        if link is not None:
+            try:
+                batch = link.next_batch(version)
+                body = wire.encode(batch) if batch else b""
+            except PublishAgain:
+                body = PUBLISH_AGAIN
+        body = control.tell(body)
+        if body != PUBLISH_AGAIN:
+            return batch or (wire.decode(body, Batch) if body else None)
+        publisher.publish(version)
 
 
 class Stopwatch:

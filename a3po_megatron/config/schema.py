@@ -139,20 +139,35 @@ class RolloutConfig:
 
     temperature: float = 1.0
     max_response_tokens: int = 64
-    # Log-probabilities are exact only for the plain distribution: any other value of the next four is refused.
+    # Log-probabilities are exact only for the plain distribution: any other value of the next seven is refused.
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    stream_interval: int = 8  # tokens between two partial results of a request
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    stream_interval: int = 32  # tokens between two partial results of a request; fewer cost the controller more
 
-    kv_on_update: Literal["rebuild", "keep"] = "rebuild"  # of requests in flight when new weights arrive
+    # Requests in flight when new weights arrive go on with them, are aborted and asked again for the rest, or may end first.
+    in_flight: Literal["continue", "abort", "drain"] = "continue"
+    kv_on_update: Literal["rebuild", "keep"] = "rebuild"  # cached keys and values of requests that continue
+    drain_timeout_s: float = 60.0  # drain: how long they may take to end; the rest is aborted and asked again
+    # How weights travel from the actor. auto: nccl where actor and servers have GPUs, else gloo; file: through `run.dir`, which
+    # must be a folder that all nodes see
+    weight_transfer: Literal["auto", "gloo", "nccl", "file"] = "auto"
+    # True: the newest weights also lie below `run.dir` as files, so that a replica that was restarted gets them at once; False:
+    # it waits for the next publication
+    keep_published: bool = True
     bucket_bytes: int = 67108864  # largest piece of weights in one broadcast; a larger tensor travels alone
 
     startup_timeout_s: float = 300.0  # until a started server has generated its first token
     request_timeout_s: float = 600.0  # of one response, pauses included
     control_timeout_s: float = 60.0  # of one control call (pause, resume, health...)
     transfer_timeout_s: float = 300.0  # of joining the weight group, and of sending one version
+    stall_timeout_s: float = (
+        120.0  # a server that does not answer, or has requests and no new token, for so long is hung
+    )
     controller_timeout_s: float = 120.0  # a supervisor that cannot reach the controller for so long stops
     stop_timeout_s: float = 15.0  # between asking a server to end and killing it
     heartbeat_s: float = 2.0  # between two looks at the servers and the controller
@@ -161,8 +176,9 @@ class RolloutConfig:
 
     @property
     def publication_timeout_s(self) -> float:
-        """Longest time that new weights may take to arrive: joining the group, start, transfer."""
-        return self.control_timeout_s + 2 * self.transfer_timeout_s
+        """Longest time that new weights may take to arrive: draining, joining the group, start, transfer."""
+        drain_s = self.drain_timeout_s if self.in_flight == "drain" else 0.0
+        return drain_s + self.control_timeout_s + 2 * self.transfer_timeout_s
 
 
 @dataclass(frozen=True)

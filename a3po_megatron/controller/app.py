@@ -16,7 +16,7 @@ from fastapi import FastAPI, Request, Response
 
 from a3po_megatron import wire
 from a3po_megatron.controller import messages
-from a3po_megatron.controller.loop import Controller, Refused, RunOver
+from a3po_megatron.controller.loop import PUBLISH_AGAIN, Controller, Refused, RunOver
 
 MSGPACK = "application/msgpack"
 ERROR_STATUS = {
@@ -97,6 +97,8 @@ def _add_actor_routes(app: FastAPI, controller: Controller) -> None:
         message = wire.decode(await request.body(), messages.BatchRequest)
         with actor_call():
             found = await controller.next_batch(message.version)
+        if found == PUBLISH_AGAIN:
+            return Response(status_code=205)
         if found is None:
             return Response(status_code=204)
         return Response(await asyncio.to_thread(wire.encode, found), media_type=MSGPACK)
@@ -111,7 +113,7 @@ def _add_actor_routes(app: FastAPI, controller: Controller) -> None:
     async def finish(request: Request) -> Response:
         message = wire.decode(await request.body(), messages.PublicationSent)
         with actor_call():
-            return _msgpack(await controller.finish_publication(message.version))
+            return _msgpack(await controller.finish_publication(message))
 
     @app.post("/step")
     async def step(request: Request) -> Response:

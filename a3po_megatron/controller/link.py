@@ -4,7 +4,7 @@ while (batch := link.next_batch(version)) is not None:
     ... train ...
     plan = link.begin_publication(manifest)     # replicas pause
     ... send the weights to plan["members"] ...
-    link.finish_publication(version + 1, time_s, num_bytes)
+    outcome = link.finish_publication(messages.PublicationSent(version + 1, time_s, num_bytes))   # outcome["again"]: repeat
     link.report_step(step, version, metrics)
     version += 1
 link.done("finished")
@@ -30,6 +30,10 @@ class ControllerError(RuntimeError):
     """The controller refused, failed or is gone; one line that says which call and why."""
 
 
+class PublishAgain(Exception):
+    """No replica has the current weights; the run can go on once they are published again."""
+
+
 class ActorLink:
     """One connection, kept open. Every call has a deadline and raises ControllerError when it passes."""
 
@@ -49,12 +53,19 @@ class ActorLink:
         self._may_connect_until: float | None = time.monotonic() + connect_timeout_s
 
     def next_batch(self, version: int) -> Batch | None:
-        """Return the batch to train at `version`, or None when the run is over. Waits up to `batch_timeout_s`."""
+        """Return the batch to train at `version`, or None when the run is over. Waits up to `batch_timeout_s`.
+
+        Raises PublishAgain when the fleet needs the weights of `version` first.
+        """
         deadline = time.monotonic() + self._config.batch_timeout_s
         while time.monotonic() < deadline:
-            answer = self._post("/batch", messages.BatchRequest(version), self._config.poll_s, accept=(200, 204, 410))
+            answer = self._post(
+                "/batch", messages.BatchRequest(version), self._config.poll_s, accept=(200, 204, 205, 410)
+            )
             if answer.status_code == 410:
                 return None
+            if answer.status_code == 205:
+                raise PublishAgain
             if answer.status_code == 200:
                 return wire.decode(answer.content, Batch)
         raise ControllerError(
@@ -63,16 +74,16 @@ class ActorLink:
         )
 
     def begin_publication(self, manifest: messages.WeightManifest) -> dict[str, Any]:
-        """Return whom to send `manifest`'s tensors to: `epoch` (the same as last time: reuse the group), `rendezvous`
-        (`store`, `world_size`, `rank`), `members`, `bucket_bytes`.
-        """
+        """Return whom to send `manifest`'s tensors to: see `rollout/publication.py`, and `waited_s`."""
         waits_s = self._config.evaluation_timeout_s + 2 * self._config.publication_timeout_s
         answer = self._post("/publish/begin", manifest, waits_s)
         return wire.decode(answer.content, dict)
 
-    def finish_publication(self, version: int, time_s: float, num_bytes: int) -> dict[str, Any]:
-        """Return when the fleet serves `version`: its `members`, and the members that `failed` and were dropped."""
-        message = messages.PublicationSent(version, time_s, num_bytes)
+    def finish_publication(self, message: messages.PublicationSent) -> dict[str, Any]:
+        """Return when the fleet serves the version: its `members`, and the members that `failed` and were dropped.
+
+        `again`: survivors lack it; begin and send once more.
+        """
         answer = self._post("/publish/finish", message, self._config.publication_timeout_s)
         return wire.decode(answer.content, dict)
 

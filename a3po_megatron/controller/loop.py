@@ -19,14 +19,14 @@ condition over the fields of `Controller`, looked at again after every change, w
 
 import asyncio
 import time
-from typing import Any
+from typing import Any, Literal
 
 from a3po_megatron.batching.buffer import GroupBuffer
 from a3po_megatron.config.schema import ControllerConfig
 from a3po_megatron.controller.admission import Admission
 from a3po_megatron.controller.evaluation import Evaluations
 from a3po_megatron.controller.groups import RunningGroup, Straggler, batch_of, generate_group
-from a3po_megatron.controller.messages import StepReport, WeightManifest
+from a3po_megatron.controller.messages import PublicationSent, StepReport, WeightManifest
 from a3po_megatron.controller.parts import Parts
 from a3po_megatron.controller.places import Places
 from a3po_megatron.controller.rows import StepMetrics, batch_metrics, progress_line
@@ -34,6 +34,8 @@ from a3po_megatron.controller.snapshot import Snapshot, copy_unfinished
 from a3po_megatron.controller.waiting import Changes
 from a3po_megatron.records import Batch, Group
 from a3po_megatron.rollout.client import PartialGeneration
+
+PUBLISH_AGAIN: Literal["publish again"] = "publish again"
 
 
 class Refused(Exception):
@@ -59,6 +61,7 @@ class Controller:
         self.accepted = 0  # finished groups that kept their places, ever
         self.version = 0  # of the weights that the fleet serves
         self.publishing = False
+        self._sends_again = False  # a member died on the way; the actor begins the publication under way once more
         self.evaluations = Evaluations(config, num_steps, seed, parts)
         self.last_row: dict[str, Any] = {}
         self.replica_seen = False
@@ -166,11 +169,12 @@ class Controller:
         self._actor_signs += 1
         self.changes.notify()
 
-    async def next_batch(self, version: int) -> Batch | None:
+    async def next_batch(self, version: int) -> Batch | Literal["publish again"] | None:
         """Return the batch to train at `version`; None if it is not there after `poll_s`: ask again.
 
+        PUBLISH_AGAIN when every replica was restarted and waits for the weights of `version`.
         Asking again after the batch was handed out returns the same one. Woken by a finished group. Raises RunOver
-        after the last batch, Refused for another version than the fleet's or when no replica can go on.
+        after the last batch, Refused for another version than the fleet's.
         """
         if self.done_reason is not None or version >= self.num_steps:
             raise RunOver(f"the run is over after {self.num_steps} steps")
@@ -182,12 +186,7 @@ class Controller:
                     lambda: self.done_reason is not None or self.buffer.ready(), self.config.poll_s, lambda: "a batch"
                 )
             except TimeoutError:
-                if self.parts.fleet.needs_publication:
-                    raise Refused(
-                        f"no batch for version {version}: every replica was restarted and has the initial weights; "
-                        "start a new run from the last checkpoint's model"
-                    ) from None
-                return None
+                return PUBLISH_AGAIN if self.parts.fleet.needs_publication else None
             if self.done_reason is not None:
                 raise RunOver(f"the run is over: {self.done_reason}")
             if self._handed_out is None or self._handed_out[0] != version:  # else another poll was faster
@@ -211,10 +210,13 @@ class Controller:
     async def begin_publication(self, manifest: WeightManifest) -> dict[str, Any]:
         """Make the fleet ready to receive the weights of the next version; return whom to send them to.
 
+        Also those of the same version once more: when the last attempt broke off, or every replica was restarted.
         Waits for an evaluation that must have one version and, in lockstep, for every group that must come from the
         version that is replaced; the answer's `waited_s` is how long. Woken by a finished group, an evaluation. Raises
-        Refused for any version but the next.
+        Refused for any other version.
         """
+        if self._sends_again or (manifest.version == self.version and self.parts.fleet.needs_publication):
+            return {**await self._begin(manifest), "waited_s": 0.0}
         if self.publishing or manifest.version != self.version + 1:
             state = f"is being replaced by version {self.version + 1}" if self.publishing else "is live"
             raise Refused(f"publication of version {manifest.version}: version {self.version} {state}")
@@ -231,20 +233,26 @@ class Controller:
             lambda: f"{self._groups_before(manifest.version)} groups by version {self.version}",
         )
         waited_s = time.monotonic() - began
+        return {**await self._begin(manifest), "waited_s": waited_s}
+
+    async def _begin(self, manifest: WeightManifest) -> dict[str, Any]:
         self.publishing = True
         fields: dict[str, list[Any]] = {"names": manifest.names, "dtypes": manifest.dtypes, "shapes": manifest.shapes}
-        return {**await self.parts.fleet.begin_publication(manifest.version, fields), "waited_s": waited_s}
+        plan = await self.parts.fleet.begin_publication(manifest.version, fields, manifest.transfer, manifest.unique_id)
+        self._sends_again = bool(plan["unique_id_wanted"])
+        return plan
 
-    async def finish_publication(self, version: int) -> dict[str, Any]:
-        """Make `version` the run's version once the fleet serves it; return its members and those that failed.
+    async def finish_publication(self, sent: PublicationSent) -> dict[str, Any]:
+        """Make the version the run's once the fleet serves it; return its members, those that failed, and `again`.
 
         Waits for the replicas. Raises Refused if this publication was not begun.
         """
-        if not self.publishing or version != self.version + 1:
+        version = sent.version
+        if not self.publishing or version not in (self.version, self.version + 1):
             raise Refused(f"the end of the publication of version {version}, which was not begun")
         try:
             async with asyncio.timeout(self.config.publication_timeout_s):
-                outcome = await self.parts.fleet.finish_publication(version)
+                outcome = await self.parts.fleet.finish_publication(version, sent.error, sent.kept)
         except TimeoutError:
             limit_s = self.config.publication_timeout_s
             raise TimeoutError(
@@ -252,6 +260,11 @@ class Controller:
             ) from None
         for name, reason in outcome["failed"].items():
             self.parts.say(f"version {version} did not reach replica {name}, which was dropped: {reason}")
+        self._sends_again = outcome["again"]
+        if self._sends_again:
+            reason = sent.error or "a member of the weight group failed"
+            self.parts.say(f"version {version} is sent again to the replicas that lack it: {reason}")
+            return outcome
         self.version, self.publishing = version, False
         self.changes.notify()
         return outcome

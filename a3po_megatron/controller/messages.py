@@ -1,5 +1,7 @@
 """Bodies of the controller's routes, as msgpack maps; one struct a route, shared by both ends."""
 
+from typing import Literal
+
 import msgspec
 
 
@@ -19,7 +21,8 @@ class DeregisterReplica(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class BatchRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """POST /batch, by the actor's rank 0. Answer: 200 a Batch, 204 none yet, 410 the run is over."""
+    """POST /batch, by the actor's rank 0. Answer: 200 a Batch, 204 none yet, 205 publish this version again,
+    410 the run is over."""
 
     version: int  # of the actor's weights, at which the batch will be trained
 
@@ -32,14 +35,18 @@ class WeightManifest(msgspec.Struct, forbid_unknown_fields=True):
     dtypes: list[str]
     shapes: list[list[int]]
     world: int = 1  # sending ranks
+    transfer: Literal["gloo", "nccl", "file"] = "gloo"
+    unique_id: str = ""  # base64 of a fresh ncclUniqueId, once the answer has asked for one
 
 
 class PublicationSent(msgspec.Struct, forbid_unknown_fields=True):
-    """POST /publish/finish: all is sent; the answer comes when every replica serves `version`."""
+    """POST /publish/finish: all is sent, or could not be; the answer comes when every replica serves `version`."""
 
     version: int
     time_s: float
     bytes: int
+    error: str = ""  # why it could not be sent
+    kept: bool = False  # whether it lies as files where the answer to /publish/begin said
 
 
 class StepReport(msgspec.Struct, forbid_unknown_fields=True):

@@ -11,6 +11,7 @@ from a3po_megatron.records import Float32, Problem
 from a3po_megatron.reward.base import Reward
 from a3po_megatron.rollout.generator import Generator
 from a3po_megatron.rollout.sampling import SamplingSettings
+from a3po_megatron.rollout.transfer_messages import Transfer
 
 
 class Fleet(Generator, Protocol):
@@ -18,7 +19,7 @@ class Fleet(Generator, Protocol):
 
     @property
     def needs_publication(self) -> bool:
-        """Whether there are replicas, but none has the current weights."""
+        """Whether there are replicas, but none has the current weights or can get them by itself."""
         ...
 
     async def register(self, name: str, url: str, world_size: int) -> dict[str, str]:
@@ -33,12 +34,17 @@ class Fleet(Generator, Protocol):
         """Return the replicas and their states, for people."""
         ...
 
-    async def begin_publication(self, version: int, manifest: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    async def begin_publication(
+        self, version: int, manifest: Mapping[str, Sequence[Any]], transfer: Transfer, unique_id: str
+    ) -> dict[str, Any]:
         """Pause the replicas and make them receive; return the group's epoch, rendezvous and members."""
         ...
 
-    async def finish_publication(self, version: int) -> dict[str, Any]:
-        """Wait until every member has the weights, let them go on as `version`; return who `failed` and was dropped."""
+    async def finish_publication(self, version: int, error: str, kept: bool) -> dict[str, Any]:
+        """Wait until every member has the weights, let them go on as `version`; return who `failed` and was dropped.
+
+        `again`: not all survivors have them; they stay paused until the version is begun again.
+        """
         ...
 
     async def aclose(self) -> None:

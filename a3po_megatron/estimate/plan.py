@@ -71,9 +71,9 @@ def make_plan(config: TrainConfig, shape: ModelShape, cluster: Cluster, work: Wo
     """Return the plan. Raises UserError when the roles do not fit the nodes, or a rank or server its GPU."""
     places = place_roles(config, cluster)
     stage, actor = largest_stage(shape, config.actor)
-    _check_actor_fits(actor, stage, cluster)
+    check_actor_fits(actor, stage, cluster.gpu_bytes)
     server = server_memory(shape, config.rollout, cluster.gpu_bytes)
-    _check_server_fits(config, server, cluster)
+    check_server_fits(config, server, cluster.gpu_bytes)
     return Plan(
         places=places,
         parameters=model_parameters(shape),
@@ -120,19 +120,21 @@ def place_roles(config: TrainConfig, cluster: Cluster) -> Places:
     return Places(ranks, actor_nodes, rollout_nodes, shared, servers, servers * config.rollout.tensor_parallel)
 
 
-def _check_actor_fits(memory: ActorMemory, stage: int, cluster: Cluster) -> None:
-    if memory.total <= cluster.gpu_bytes:
+def check_actor_fits(memory: ActorMemory, stage: int, gpu_bytes: float) -> None:
+    """Raise UserError, naming the largest item and what to change, when a rank needs more than a GPU has."""
+    if memory.total <= gpu_bytes:
         return
     largest = max(fields(memory), key=lambda item: getattr(memory, item.name)).name
     raise UserError(
-        f"actor: a rank of pipeline stage {stage} needs {memory.total / GB:.1f} GB, of {cluster.gpu_bytes / GB:.0f} "
+        f"actor: a rank of pipeline stage {stage} needs {memory.total / GB:.1f} GB, of {gpu_bytes / GB:.0f} "
         f"(--gpu-memory-gb); most of it {largest}, {getattr(memory, largest) / GB:.1f} GB: {ACTOR_HINTS[largest]}"
     )
 
 
-def _check_server_fits(config: TrainConfig, server: ServerMemory, cluster: Cluster) -> None:
+def check_server_fits(config: TrainConfig, server: ServerMemory, gpu_bytes: float) -> None:
+    """Raise UserError when a server's share of a GPU does not hold its weights, or no longest sequence beside them."""
     rollout = config.rollout
-    share = rollout.gpu_memory_utilization * cluster.gpu_bytes
+    share = rollout.gpu_memory_utilization * gpu_bytes
     fixed = server.weights + server.working + server.overhead
     if server.kv_tokens < rollout.max_model_len or fixed + server.kv_cache > share * (1 + 1e-9):
         raise UserError(

@@ -18,7 +18,8 @@ import httpx
 from a3po_megatron.config.schema import RolloutConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.records import Int32
-from a3po_megatron.rollout.client import Generation, PartialGeneration, ReplicaClient, ReplicaError, RequestRefused
+from a3po_megatron.rollout.client import Generation, Interrupted, PartialGeneration, ReplicaClient
+from a3po_megatron.rollout.control import ReplicaError, RequestRefused
 from a3po_megatron.rollout.sampling import SamplingSettings
 
 MakeTransport = Callable[[str], httpx.AsyncBaseTransport]
@@ -86,10 +87,10 @@ class RunningFleet:
         Raises ReplicaError when the request is refused or fails four times, UserError when its run has ended.
         """
         response = PartialGeneration() if partial is None else partial
-        deadline, attempt = time.monotonic() + self._config.request_timeout_s, 0
+        deadline, part, failures = time.monotonic() + self._config.request_timeout_s, 0, 0
         while True:
             server = min(self._servers.values(), key=lambda server: (server.failures, server.running))
-            attempt += 1
+            part += 1
             server.running += 1
             try:
                 # Prompts that were read under other weights are not reused: the version is part of the cache's key.
@@ -97,14 +98,18 @@ class RunningFleet:
                 if not text.isdigit():
                     raise ReplicaError(f"{server.client.url}: its weights have version {text!r}: it was started anew")
                 version = functools.partial(int, text)
-                return await server.client.generate(prompt_ids, sampling, f"{request_id}.{attempt}", version, response)
+                return await server.client.generate(prompt_ids, sampling, f"{request_id}.{part}", version, response)
             except RequestRefused:
                 raise
+            except Interrupted as error:  # for new weights: no failure
+                if time.monotonic() >= deadline:
+                    raise ReplicaError(f"request {request_id} was interrupted {part} times: {error}") from error
             except ReplicaError as error:
+                failures += 1
                 server.failures += 1
-                if attempt > RETRIES or time.monotonic() >= deadline:
-                    raise ReplicaError(f"request {request_id} failed {attempt} times: {error}") from error
-                await asyncio.sleep(RETRY_S * attempt)
+                if failures > RETRIES or time.monotonic() >= deadline:
+                    raise ReplicaError(f"request {request_id} failed {failures} times: {error}") from error
+                await asyncio.sleep(RETRY_S * failures)
                 await self._look_again()
             finally:
                 server.running -= 1

@@ -7,8 +7,11 @@ one node for both        : the actor has the first GPUs, the servers the next on
 
 from dataclasses import dataclass
 
+from a3po_megatron.config.model_shape import ModelShape
 from a3po_megatron.config.schema import TrainConfig
 from a3po_megatron.errors import UserError
+from a3po_megatron.estimate.memory import largest_stage, server_memory
+from a3po_megatron.estimate.plan import GB, check_actor_fits, check_server_fits
 
 PORTS_BESIDE_SERVERS = 2  # on the first actor node: the controller's, and the one where the ranks meet
 
@@ -71,6 +74,22 @@ def _check_gpus(cluster: Cluster, config: TrainConfig) -> None:
 def num_ports(config: TrainConfig) -> int:
     """Return how many neighbouring ports a job needs on its nodes."""
     return PORTS_BESIDE_SERVERS + config.rollout.num_servers
+
+
+def memory_of(config: TrainConfig, shape: ModelShape, gpu_bytes: float) -> list[tuple[str, str]]:
+    """Return (what, figure) of the memory of a GPU, as `tools/plan_cluster.py` computes it. Raises UserError if it is too small."""
+    stage, actor = largest_stage(shape, config.actor)
+    server = server_memory(shape, config.rollout, gpu_bytes)
+    check_actor_fits(actor, stage, gpu_bytes)
+    check_server_fits(config, server, gpu_bytes)
+    longest = server.kv_tokens // config.rollout.max_model_len
+    return [
+        ("memory of an actor GPU", f"{actor.total / GB:.1f} of {gpu_bytes / GB:.0f} GB"),
+        (
+            "memory of a rollout GPU",
+            f"weights {server.weights / GB:.1f} GB, cache {server.kv_cache / GB:.1f} GB for {longest} longest sequences",
+        ),
+    ]
 
 
 def describe(cluster: Cluster, config: TrainConfig) -> list[tuple[str, str]]:

@@ -29,6 +29,7 @@ DRIVER_OF_CUDA = {
     13: 580,
     12: 525,
 }  # oldest driver of each CUDA major version (CUDA release notes, minor compatibility)
+NVIDIA_SMI_S = 60.0
 POLL_S = 0.1
 
 
@@ -36,14 +37,14 @@ class NodeFacts(msgspec.Struct, frozen=True):
     """One node. `free_ports`: first ports of the candidate places in which all ports are free."""
 
     node: str
+    address: str  # at which the other nodes reach it
     versions: dict[str, str]
     gpus: list[str]
     driver: str  # empty: no GPU driver
     cuda: str  # that torch was built for; empty: none
-    has_cuda_compat: bool
+    has_cuda_compat: bool  # a driver library that goes before the system's
     sees_model: bool
     free_run_dir_bytes: int
-    free_shm_bytes: int
     free_ports: list[int]
 
 
@@ -52,14 +53,18 @@ def look_around(model_path: str, run_dir: Path, job_id: int, num_ports: int) -> 
     gpus, driver = _gpus()
     return NodeFacts(
         node=os.environ.get("SLURMD_NODENAME", socket.gethostname()),
+        address=os.environ.get("A3PO_ADDRESS", "127.0.0.1"),  # node.sh finds it
         versions={**engine_versions(), "glibc": platform.libc_ver()[1]},
         gpus=gpus,
         driver=driver,
         cuda=_cuda_of_torch(),
-        has_cuda_compat="compat" in os.environ.get("LD_LIBRARY_PATH", ""),
+        has_cuda_compat=any(
+            (Path(folder) / "libcuda.so.1").exists()
+            for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":")
+            if folder
+        ),
         sees_model=(Path(model_path) / "config.json").is_file(),
         free_run_dir_bytes=shutil.disk_usage(run_dir).free,
-        free_shm_bytes=shutil.disk_usage("/dev/shm").free,
         free_ports=[first for first in candidate_ports(job_id, num_ports) if _all_free(first, num_ports)],
     )
 
@@ -69,7 +74,12 @@ def candidate_ports(job_id: int, num_ports: int) -> list[int]:
     if num_ports > PORTS_PER_JOB:
         raise UserError(f"REPLICAS_PER_NODE: a job has {PORTS_PER_JOB} ports a node, {num_ports} are needed")
     ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    places = (max(ephemeral, LOWEST_PORT + CANDIDATES * PORTS_PER_JOB) - LOWEST_PORT) // PORTS_PER_JOB
+    places = (ephemeral - LOWEST_PORT) // PORTS_PER_JOB
+    if places < CANDIDATES:
+        raise UserError(
+            f"{socket.gethostname()}: Linux gives out ports from {ephemeral} on (net.ipv4.ip_local_port_range), which leaves too "
+            f"few above {LOWEST_PORT} for jobs; let it start at {LOWEST_PORT + CANDIDATES * PORTS_PER_JOB} or higher"
+        )
     return [LOWEST_PORT + (job_id + offset) % places * PORTS_PER_JOB for offset in range(CANDIDATES)]
 
 
@@ -129,14 +139,19 @@ def check_facts(facts: Sequence[NodeFacts], gpus_per_node: int, model_path: str,
                 )
     common = [port for port in first.free_ports if all(port in node.free_ports for node in facts)]
     if not common:
-        raise UserError(f"no {PORTS_PER_JOB} neighbouring ports are free on all of {', '.join(n.node for n in facts)}")
+        raise UserError(
+            f"none of {CANDIDATES} places for the job's ports is free on all of {', '.join(n.node for n in facts)}"
+        )
     return common[0]
 
 
 def _check_driver(node: NodeFacts) -> None:
     if not node.cuda:
         raise UserError(f"{node.node}: torch is built without CUDA there; install requirements/gpu.txt")
-    needed, found = DRIVER_OF_CUDA.get(int(node.cuda.split(".")[0]), 0), int(node.driver.split(".")[0])
+    version = node.driver.split(".")[0]
+    if not version.isdigit():
+        raise UserError(f"{node.node}: nvidia-smi names the driver '{node.driver}'; it is not loaded or too old")
+    needed, found = DRIVER_OF_CUDA.get(int(node.cuda.split(".")[0]), 0), int(version)
     if found < needed and not node.has_cuda_compat:
         raise UserError(
             f"{node.node}: driver {node.driver} is too old for CUDA {node.cuda}, which needs {needed} or newer; "
@@ -149,7 +164,10 @@ def _gpus() -> tuple[list[str], str]:
     if shutil.which("nvidia-smi") is None:
         return [], ""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_S)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{socket.gethostname()}: nvidia-smi did not answer within {NVIDIA_SMI_S:g} s") from None
     if done.returncode:
         raise UserError(f"{socket.gethostname()}: nvidia-smi failed: {(done.stdout + done.stderr).strip()[:200]}")
     rows = [line.rsplit(", ", 1) for line in done.stdout.splitlines() if line.strip()]

@@ -1,15 +1,14 @@
 """How a model's tensors are cut into buckets for the way from the actor to the replicas. Pure functions, torch only.
 
 Both ends plan from the same list of names, dtypes and shapes, so a bucket needs no header: it is a flat uint8 buffer in
-which tensor i lies at a known offset. Example with buckets of 64 bytes:
+which tensor i lies at a known offset, closed by a seal of 24 bytes: checksum, version, number of the bucket. Example with
+buckets of 64 bytes:
 
     a float32 [4] (16 bytes), b float32 [5] (20 bytes, starts at 16), c float32 [20] (80 bytes, larger than a bucket)
-    -> bucket 0: a at 0, b at 16, 36 bytes;  bucket 1: c at 0, 80 bytes
+    -> bucket 0: a at 0, b at 16, 36 bytes, seal at 48;  bucket 1: c at 0, 80 bytes, seal at 80
 """
 
 import math
-import struct
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,8 @@ import torch
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 ALIGNMENT = 16  # bytes; a tensor starts where a vector load may start
-TRAILER_BYTES = 8  # checksum and version, after the last bucket
+SEAL_BYTES = 24  # checksum, version and number of the bucket, int64 each
+ROW = 1024  # words of a row in the checksum
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,16 @@ class Bucket:
     specs: tuple[TensorSpec, ...]
     offsets: tuple[int, ...]
     num_bytes: int
+
+    @property
+    def seal_at(self) -> int:
+        """The byte at which the seal begins."""
+        return _aligned(self.num_bytes)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Size in bytes of what travels: tensors, gaps and seal."""
+        return self.seal_at + SEAL_BYTES
 
 
 def manifest_of(specs: Sequence[TensorSpec]) -> dict[str, list[Any]]:
@@ -98,12 +108,11 @@ def plan(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
 
 
 def pack(bucket: Bucket, tensors: Iterator[tuple[str, torch.Tensor]], buffer: torch.Tensor) -> torch.Tensor:
-    """Take the bucket's tensors from `tensors` and return them as the front of `buffer` (uint8, on the CPU).
+    """Take the bucket's tensors from `tensors` and return them, unsealed, as the front of `buffer` (uint8).
 
     Raises ValueError when the iterator ends early or its next tensor is not the one that the plan names.
     """
-    flat = buffer[: bucket.num_bytes]
-    flat.zero_()  # the gaps between tensors count in the checksum
+    flat, end = buffer[: bucket.wire_bytes], 0
     for spec, offset in zip(bucket.specs, bucket.offsets, strict=True):
         name, tensor = next(tensors, (None, None))
         if name is None or tensor is None:
@@ -113,7 +122,10 @@ def pack(bucket: Bucket, tensors: Iterator[tuple[str, torch.Tensor]], buffer: to
                 f"expected {spec.name} ({spec.dtype}, {list(spec.shape)}) as the manifest says, "
                 f"got {name} ({tensor.dtype}, {list(tensor.shape)})"
             )
-        flat[offset : offset + spec.num_bytes].view(DTYPES[spec.dtype]).copy_(tensor.detach().reshape(-1))
+        flat[end:offset].zero_()  # the gaps count in the checksum
+        end = offset + spec.num_bytes
+        flat[offset:end].view(DTYPES[spec.dtype]).copy_(tensor.detach().reshape(-1))
+    flat[end : bucket.seal_at].zero_()
     return flat
 
 
@@ -123,25 +135,41 @@ def unpack(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tens
         yield spec.name, flat[offset : offset + spec.num_bytes].view(DTYPES[spec.dtype]).view(spec.shape)
 
 
-def add_to_checksum(checksum: int, flat: torch.Tensor) -> int:
-    """Return the crc32 of everything so far and the bytes of `flat`; start from 0."""
-    return zlib.crc32(flat.numpy(), checksum)
+def seal(bucket: Bucket, flat: torch.Tensor, version: int, number: int) -> None:
+    """Close a packed bucket with its checksum, the version and its number in the plan."""
+    said = [checksum(flat[: bucket.seal_at]), version, number]
+    flat[bucket.seal_at :].copy_(torch.tensor(said, dtype=torch.int64).view(torch.uint8))
 
 
-def trailer(checksum: int, version: int) -> torch.Tensor:
-    """Return the 8 bytes that close a publication: crc32 of all buckets and the version, little endian."""
-    return torch.frombuffer(bytearray(struct.pack("<II", checksum, version)), dtype=torch.uint8)
-
-
-def check_trailer(received: torch.Tensor, checksum: int, version: int) -> None:
-    """Raise ValueError when the sender's trailer names another checksum or version than this end has seen."""
-    sent_checksum, sent_version = struct.unpack("<II", received.numpy().tobytes())
-    if sent_checksum != checksum:
+def check_seal(bucket: Bucket, flat: torch.Tensor, version: int, number: int) -> None:
+    """Raise ValueError when a received bucket is damaged, or is of another version or another place than expected."""
+    said, sent_version, sent_number = flat[bucket.seal_at :].cpu().clone().view(torch.int64).tolist()
+    found = checksum(flat[: bucket.seal_at])
+    if found != said:
         raise ValueError(
-            f"weights of version {version} arrived damaged: crc32 {checksum:#010x}, sent {sent_checksum:#010x}"
+            f"bucket {number + 1} of version {version} arrived damaged: checksum {found:#x}, its seal says {said:#x}"
         )
     if sent_version != version:
         raise ValueError(f"expected weights of version {version}, the sender sent version {sent_version}")
+    if sent_number != number:
+        raise ValueError(f"expected bucket {number + 1} of version {version}, bucket {sent_number + 1} came")
+
+
+def checksum(flat: torch.Tensor) -> int:
+    """Return a checksum, modulo 2^64, of uint8 data of a multiple of 16 bytes, computed where it lies (CPU or GPU).
+
+    The 64-bit words, in rows of 1024, are summed by column and by row, and each sum counts with an odd factor of its
+    own: a factor that can be undone, so no change of a single word, and no shift of data, goes unseen. A crc of a bucket in a
+    GPU's memory would have to leave it first.
+    """
+    words = flat.view(torch.int64)
+    whole = len(words) // ROW * ROW
+    rows, rest = words[:whole].view(-1, ROW), words[whole:]
+    return int(_weigh(rows.sum(0)) + 3 * _weigh(rows.sum(1)) + 5 * _weigh(rest))
+
+
+def _weigh(words: torch.Tensor) -> torch.Tensor:
+    return (words * (2 * torch.arange(len(words), device=words.device) + 1)).sum()
 
 
 def _aligned(position: int) -> int:

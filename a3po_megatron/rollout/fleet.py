@@ -14,12 +14,16 @@ import httpx
 
 from a3po_megatron.config.schema import RolloutConfig
 from a3po_megatron.records import Int32
-from a3po_megatron.rollout.client import Generation, PartialGeneration, ReplicaClient, ReplicaError, RequestRefused
+from a3po_megatron.rollout.client import Generation, Interrupted, PartialGeneration, ReplicaClient, RequestOverdue
+from a3po_megatron.rollout.control import ReplicaError, RequestRefused
 from a3po_megatron.rollout.publication import Publications
 from a3po_megatron.rollout.replicas import Replica, Replicas, unless_dropped
+from a3po_megatron.rollout.routing import Router
 from a3po_megatron.rollout.sampling import SamplingSettings
+from a3po_megatron.rollout.transfer_messages import Transfer
+from a3po_megatron.rollout.watch import watch
 
-MAX_ATTEMPTS = 3  # replicas that may fail under one request before the request itself is the suspect
+MAX_FAILURES = 3  # replicas that may fail under one request before the request itself is the suspect
 
 
 class Fleet:
@@ -44,7 +48,12 @@ class Fleet:
         self._initial_version = version
         self._make_transport = make_transport
         self._replicas = Replicas(version)
+        self._router = Router(self._replicas)
+        self._replicas.on_change = self._router.serve
         self._publications = Publications(config, self._replicas, rendezvous_dir)
+        self._watches: set[asyncio.Task[None]] = set()
+        self._moved = 0  # responses that went on elsewhere after their replica failed
+        self._interrupted = 0  # responses that went on as a new request after new weights
 
     @property
     def version(self) -> int:
@@ -55,13 +64,13 @@ class Fleet:
     def needs_publication(self) -> bool:
         """True when replicas wait but none may answer: only publishing the current weights again goes on from here."""
         states = {replica.state for replica in self._replicas}
-        return self._publications.under_way is None and states == {"behind"}
+        return self._publications.under_way is None and states == {"behind"} and not self._publications.keeps_current
 
     async def register(self, name: str, url: str, world_size: int) -> dict[str, str]:
         """Add a server that has proved it generates; repeat it as a heartbeat. Returns {state, reason}.
 
-        `state` is `current`, `behind` (has the initial weights, gets the current ones at the next publication) or
-        `fenced` (was dropped for `reason`: restart it and register under a new name).
+        `state` is `current`, `behind` (has the initial weights; gets the current ones from the kept files, or at the next
+        publication) or `fenced` (was dropped for `reason`: restart it and register under a new name).
         """
         if name in self._replicas.fenced:
             return {"state": "fenced", "reason": self._replicas.fenced[name]}
@@ -73,8 +82,14 @@ class Fleet:
                 client=ReplicaClient(name, url, self._token, self._config, self._vocab_size, transport),
                 world_size=world_size,
                 state="current" if up_to_date else "behind",
+                limit=self._config.max_num_seqs,
             )
             await self._replicas.add(replica)
+            if not up_to_date:
+                self._publications.catch_up(replica)
+            task = asyncio.create_task(self._watch(replica), name=f"watch {name}")
+            self._watches.add(task)
+            task.add_done_callback(self._watches.discard)
         return {"state": replica.state, "reason": ""}
 
     async def deregister(self, name: str, reason: str) -> None:
@@ -88,40 +103,48 @@ class Fleet:
         request_id: str,
         partial: PartialGeneration | None = None,
     ) -> Generation:
-        """Sample one response on the least loaded replica and return it.
+        """Sample one response on the replica that `Router` chooses and return it.
 
-        A replica that fails is dropped and the response goes on, after the tokens it has, on another one. Waits while
-        no replica may answer. Raises UserError for settings that cannot give true samples, ReplicaError when the
-        request is refused, fails on three replicas, or takes longer than `request_timeout_s`.
+        A replica that fails is dropped and the response goes on, after the tokens it has, on another one; one that new
+        weights interrupted goes on with them. Waits at most `request_timeout_s` for a replica with room, and as long
+        again for the response, all parts together. Raises UserError for settings that cannot give true samples,
+        RequestOverdue, and ReplicaError when the request is refused or fails on three replicas.
         """
         partial = PartialGeneration() if partial is None else partial
-        deadline = time.monotonic() + self._config.request_timeout_s
-        attempt = 0
+        prompt = [int(token) for token in prompt_ids]
+        prompt_hash = hash(tuple(prompt))
+        deadline: float | None = None
+        failures, part, replica = 0, 0, None
         while True:
-            replica = await self._least_loaded(deadline, request_id)
-            attempt += 1
-            replica.running += 1
-            call = replica.client.generate(
-                prompt_ids, sampling, f"{request_id}.{attempt}", lambda: self.version, partial
-            )
+            replica = await self._place(prompt_hash, replica, request_id)
+            part += 1
+            deadline = deadline or time.monotonic() + self._config.request_timeout_s
+            name, left_s = f"{request_id}.{part}", max(0.0, deadline - time.monotonic())
+            call = replica.client.generate(prompt, sampling, name, lambda: self.version, partial, left_s)
             try:
                 return await unless_dropped(replica, call)
-            except RequestRefused:
+            except (RequestRefused, RequestOverdue):
                 raise
+            except Interrupted:
+                self._interrupted += 1
             except ReplicaError as error:
                 await self.deregister(replica.client.name, str(error))
-                if attempt == MAX_ATTEMPTS or time.monotonic() >= deadline:
-                    raise ReplicaError(f"request {request_id} failed on {attempt} replicas: {error}") from error
+                failures += 1
+                if failures == MAX_FAILURES:
+                    raise ReplicaError(f"request {request_id} failed on {failures} replicas: {error}") from error
+                self._moved += 1
             finally:
-                replica.running -= 1
+                self._router.leave(replica)
 
-    async def begin_publication(self, version: int, manifest: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    async def begin_publication(
+        self, version: int, manifest: Mapping[str, Sequence[Any]], transfer: Transfer = "gloo", unique_id: str = ""
+    ) -> dict[str, Any]:
         """Pause the fleet and let it receive `version`: see `Publications.begin`."""
-        return await self._publications.begin(version, manifest)
+        return await self._publications.begin(version, manifest, transfer, unique_id)
 
-    async def finish_publication(self, version: int) -> dict[str, Any]:
+    async def finish_publication(self, version: int, error: str = "", kept: bool = False) -> dict[str, Any]:
         """Wait until the members have `version` and resume: see `Publications.finish`."""
-        return await self._publications.finish(version)
+        return await self._publications.finish(version, error, kept)
 
     def status(self) -> dict[str, Any]:
         """Return what a person wants to see: version, epoch, each replica's url, state and load, the fenced and why."""
@@ -129,11 +152,15 @@ class Fleet:
             "version": self.version,
             "epoch": self._publications.epoch,
             "publishing": self._publications.under_way,
+            "waiting": self._router.num_waiting,
+            "moved": self._moved,
+            "interrupted": self._interrupted,
             "replicas": {
                 replica.client.name: {
                     "url": replica.client.url,
                     "state": replica.state,
                     "running": replica.running,
+                    "limit": replica.limit,
                 }
                 for replica in self._replicas
             },
@@ -143,19 +170,26 @@ class Fleet:
     async def aclose(self) -> None:
         """Close every connection; a publication under way is given up."""
         self._publications.give_up()
+        for watching in self._watches:
+            watching.cancel()
         for replica in self._replicas:
             await replica.client.aclose()
 
-    async def _least_loaded(self, deadline: float, request_id: str) -> Replica:
-        def candidates() -> list[Replica]:
-            return [replica for replica in self._replicas if replica.state == "current"]
-
+    async def _place(self, prompt_hash: int, last: Replica | None, request_id: str) -> Replica:
+        timeout_s = self._config.request_timeout_s
         try:
-            async with asyncio.timeout(deadline - time.monotonic()), self._replicas.changed:
-                await self._replicas.changed.wait_for(lambda: bool(candidates()))
+            return await self._router.enter(prompt_hash, last, timeout_s)
         except TimeoutError:
-            raise ReplicaError(
-                f"request {request_id} waited {self._config.request_timeout_s:g} s: "
-                f"no replica with version {self.version} is there"
+            there = sum(replica.state == "current" for replica in self._replicas)
+            reason = "is there" if there == 0 else f"had room ({there} are there)"
+            raise RequestOverdue(
+                f"request {request_id} waited {timeout_s:g} s: no replica with version {self.version} {reason}"
             ) from None
-        return min(candidates(), key=lambda replica: replica.running)
+
+    async def _watch(self, replica: Replica) -> None:
+        """Drop `replica` once it is ill."""
+        try:
+            reason = await watch(replica, self._config, self._router.serve)
+        except Exception as error:  # a mistake of ours: without its watch the replica cannot be trusted
+            reason = f"its watch failed: {type(error).__name__}: {error}"
+        await self.deregister(replica.client.name, reason)

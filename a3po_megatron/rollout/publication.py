@@ -4,18 +4,26 @@
     ...     the actor joins as rank 0 and sends, while the replicas receive
     finish  wait for the receivers -> finish(version) on each -> resume
 
-Imports neither torch nor vllm.
+When a member dies on the way, the others' group breaks. `finish` then answers `again`: the survivors stay paused, and the actor
+begins the same version anew, under a new epoch, for those that lack it. In `file` mode there is no group, and the replicas are
+paused by `finish`, when the files are there. Imports neither torch nor vllm.
 """
 
 import asyncio
+import shutil
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.rollout.control import ReplicaError
+from a3po_megatron.rollout.in_flight import go_on, stop_for_update
 from a3po_megatron.rollout.replicas import Replica, Replicas
+from a3po_megatron.rollout.transfer_messages import GROUP_BROKEN, Transfer
+
+MAX_ATTEMPTS = 3  # of one publication; whoever lacks the weights after the last is dropped
 
 
 class PublicationError(RuntimeError):
@@ -25,22 +33,34 @@ class PublicationError(RuntimeError):
 @dataclass
 class _Publication:
     version: int
-    members: list[Replica]
-    receiving: asyncio.Task[dict[str, str]]  # name -> reason, of members that failed
+    manifest: Mapping[str, Sequence[Any]]
+    transfer: Transfer
+    members: list[Replica]  # of this attempt
+    attempt: int = 1
+    again: bool = False  # this attempt is over, the next has not begun
+    done: list[Replica] = field(default_factory=list)  # paused, with the new weights
+    answered: set[str] = field(default_factory=set)
+    broken: set[str] = field(default_factory=set)  # their group broke; they can be filled again
+    receiving: asyncio.Task[dict[str, str]] | None = None  # name -> reason, of members that were dropped
+    failed: dict[str, str] = field(default_factory=dict)  # in all attempts
 
 
 class Publications:
     """One publication at a time, over one weight group for as long as the membership stays."""
 
-    def __init__(self, config: RolloutConfig, replicas: Replicas, rendezvous_dir: Path) -> None:
-        """`rendezvous_dir` must be a folder that the actor and all servers can reach."""
+    def __init__(self, config: RolloutConfig, replicas: Replicas, folder: Path) -> None:
+        """`folder` must be one that the actor and all servers can reach: for meeting places and kept weights."""
         self._config = config
         self._replicas = replicas
-        self._rendezvous_dir = rendezvous_dir
+        self._folder = folder.resolve()
         self._publication: _Publication | None = None
         self._lock = asyncio.Lock()
         self._joined: tuple[str, ...] = ()  # members of the weight group of this epoch; empty: none that works
         self._store: Path | None = None
+        self._kept: tuple[int, Mapping[str, Sequence[Any]]] | None = (
+            None  # version that lies there as files, its tensors
+        )
+        self._catching_up: set[asyncio.Task[None]] = set()
         self.epoch = 0
 
     @property
@@ -53,120 +73,262 @@ class Publications:
         """Whether no publication is under way, nor about to begin or end."""
         return self._publication is None and not self._lock.locked()
 
-    async def begin(self, version: int, manifest: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    @property
+    def keeps_current(self) -> bool:
+        """Whether the current version lies there as files, so that a replica needs nobody else to catch up."""
+        return self._kept is not None and self._kept[0] == self._replicas.version
+
+    async def begin(
+        self, version: int, manifest: Mapping[str, Sequence[Any]], transfer: Transfer = "gloo", unique_id: str = ""
+    ) -> dict[str, Any]:
         """Pause the fleet and let it receive `version` in the background. Returns where the actor joins and sends.
 
-        `manifest`: names, dtypes and shapes of all tensors in sending order. The answer: epoch (same as last time:
-        reuse the group), rendezvous {store, world_size, rank}, members (names), bucket_bytes. Waits for a replica when
-        there is none. Raises PublicationError when none comes within `startup_timeout_s` or a publication is under way.
+        `manifest`: names, dtypes and shapes of all tensors in sending order. `unique_id`: of `nccl`, base64. The answer: epoch
+        (same as last time: reuse the group), rendezvous {transfer, world_size, store, unique_id}, members (names; none: there
+        is nothing to send, finish), bucket_bytes, keep_in (folder for files, or empty), unique_id_wanted (begin again with one).
+        Waits for a replica when there is none. Raises PublicationError when none comes within `startup_timeout_s` or another
+        publication is under way.
         """
         async with self._lock:
-            if self._publication is not None:
-                raise PublicationError(
-                    f"version {version}: the publication of version {self._publication.version} is not finished"
-                )
-            members: list[Replica] = []
-            while not members:
-                await self._wait_for_any(version)
-                members = list(self._replicas)
-                await self._replicas.on_each(members, self._pause)
-                members = [replica for replica in members if self._replicas.holds(replica)]
+            publication = self._next_attempt(version, manifest, transfer)
+            members = await self._gather_members(publication)
             names = tuple(replica.client.name for replica in members)
             joins = names != self._joined
-            if joins:
+            by_group = transfer != "file" and bool(members)
+            wants_id = by_group and transfer == "nccl" and joins and not unique_id
+            if by_group and joins and not wants_id:
                 self._new_epoch()
-            self._joined = ()  # until this publication has ended well
-            world_size = 1 + sum(replica.world_size for replica in members)
-            receiving = asyncio.create_task(self._receive(members, joins, world_size, version, manifest))
-            self._publication = _Publication(version, members, receiving)
+            publication.members, publication.again = members, wants_id
+            self._publication = publication
+            rendezvous = {
+                "transfer": transfer,
+                "world_size": 1 + sum(replica.world_size for replica in members),
+                "store": str(self._store or ""),
+                "unique_id": unique_id,
+            }
+            if by_group and not wants_id:
+                self._joined = ()  # until this publication has ended well
+                publication.receiving = asyncio.create_task(self._receive(publication, joins, rendezvous))
+            keeps = transfer == "file" or self._config.keep_published
             return {
                 "epoch": self.epoch,
-                "rendezvous": {"store": str(self._store), "world_size": world_size, "rank": 0},
+                "rendezvous": rendezvous,
                 "members": list(names),
                 "bucket_bytes": self._config.bucket_bytes,
+                "keep_in": str(self._published) if keeps and not self._is_kept(version) else "",
+                "unique_id_wanted": wants_id,
             }
 
-    async def finish(self, version: int) -> dict[str, Any]:
-        """Wait until the members have `version`, make it current and resume. Returns {version, members, failed}.
+    async def finish(self, version: int, error: str = "", kept: bool = False) -> dict[str, Any]:
+        """Wait until the members have `version`, make it current and resume. Returns {version, members, failed, again}.
 
-        `failed` maps members that were dropped to reasons. Raises PublicationError when no member has the new weights.
+        `error`: why the actor could not send, or empty; `kept`: whether the version lies in `keep_in`. `failed` maps members
+        that were dropped to reasons. `again`: not every survivor has the weights; begin the same version again. Raises
+        PublicationError when after the last attempt no member has them.
         """
         async with self._lock:
             publication = self._publication
-            if publication is None or publication.version != version:
+            if publication is None or publication.version != version or publication.again:
                 begun = publication.version if publication else "none"
                 raise PublicationError(f"version {version} cannot be finished: the publication under way is {begun}")
+            outcome = None
             try:
-                failed = dict(await publication.receiving)
-                members = [replica for replica in publication.members if self._replicas.holds(replica)]
-                failed |= await self._replicas.on_each(
-                    members, lambda replica: replica.client.finish_weight_update(version)
-                )
-                members = [replica for replica in members if self._replicas.holds(replica)]
-                if members:
-                    # Before resume: what is drawn from now on, and what is asked from now on, is of this version.
-                    self._replicas.version = version
-                    for replica in self._replicas:  # one that came meanwhile is not a member
-                        replica.state = "current" if any(replica is member for member in members) else "behind"
-                failed |= await self._replicas.on_each(members, lambda replica: replica.client.resume())
-                members = [replica for replica in members if self._replicas.holds(replica)]
+                if kept:
+                    self._kept = version, publication.manifest
+                outcome = await self._finish_attempt(publication, error)
             finally:
-                self._publication = None
+                if outcome is None or not outcome["again"]:
+                    self._publication = None
             await self._replicas.notify()
-            if not members:
-                raise PublicationError(
-                    f"version {version} reached no replica: {'; '.join(failed.values()) or 'all were dropped'}"
-                )
-            names = tuple(replica.client.name for replica in members)
-            if len(members) == len(publication.members):
-                self._joined = names
-            return {"version": version, "members": list(names), "failed": failed}
+        if not outcome["again"]:
+            self._fill_those_behind()
+        return outcome
+
+    def catch_up(self, replica: Replica) -> None:
+        """Bring a replica that is behind to the current version from the kept files, in the background, if they are there."""
+        task = asyncio.create_task(self._catch_up(replica), name=f"catch up {replica.client.name}")
+        self._catching_up.add(task)
+        task.add_done_callback(self._catching_up.discard)
 
     def give_up(self) -> None:
-        """Let a publication under way go."""
-        if self._publication is not None:
+        """Let everything under way go, and remove the kept weights."""
+        for task in self._catching_up:
+            task.cancel()
+        if self._publication is not None and self._publication.receiving is not None:
             self._publication.receiving.cancel()
+        shutil.rmtree(self._published, ignore_errors=True)
 
-    async def _receive(
-        self, members: list[Replica], joins: bool, world_size: int, version: int, manifest: Mapping[str, Sequence[Any]]
-    ) -> dict[str, str]:
-        update = {"version": version, "bucket_bytes": self._config.bucket_bytes, **manifest}
+    @property
+    def _published(self) -> Path:
+        return self._folder / "published"
+
+    def _is_kept(self, version: int) -> bool:
+        return self._kept is not None and self._kept[0] == version
+
+    def _next_attempt(self, version: int, manifest: Mapping[str, Sequence[Any]], transfer: Transfer) -> _Publication:
+        old = self._publication
+        if old is None:
+            return _Publication(version, manifest, transfer, [])
+        if not old.again or old.version != version:
+            raise PublicationError(f"version {version}: the publication of version {old.version} is not finished")
+        return _Publication(version, manifest, transfer, [], old.attempt, done=old.done, failed=old.failed)
+
+    async def _gather_members(self, publication: _Publication) -> list[Replica]:
+        """Return all that lack the version, paused. Waits for one when there is no replica at all."""
+        members: list[Replica] = []
+        while not members:
+            await self._wait_for_any(publication)
+            members = [replica for replica in self._replicas if not _is_in(replica, publication.done)]
+            if publication.transfer != "file":
+                members = await self._pause_all(members)
+            if any(self._replicas.holds(replica) for replica in publication.done):
+                break
+        return members
+
+    async def _finish_attempt(self, publication: _Publication, error: str) -> dict[str, Any]:
+        version = publication.version
+        if publication.transfer == "file" and not error:
+            publication.members = await self._pause_all(publication.members)
+            publication.receiving = asyncio.create_task(self._receive(publication, False, {}))
+        if publication.receiving is not None:
+            if error:
+                await self._drop_silent(publication, error)
+            publication.failed |= await publication.receiving
+        members = [r for r in publication.members if self._replicas.holds(r)]
+        complete = [r for r in members if r.client.name not in publication.broken] if publication.receiving else []
+        publication.failed |= await self._replicas.on_each(complete, lambda r: r.client.finish_weight_update(version))
+        publication.done += complete
+        publication.done = [r for r in publication.done if self._replicas.holds(r)]
+        lacking = [r for r in members if self._replicas.holds(r) and not _is_in(r, publication.done)]
+        if lacking or not publication.done:
+            if publication.attempt < MAX_ATTEMPTS:
+                publication.attempt, publication.again = publication.attempt + 1, True
+                return {"version": version, "members": [], "failed": dict(publication.failed), "again": True}
+            for replica in lacking:
+                reason = f"version {version} did not arrive in {MAX_ATTEMPTS} attempts: {error or GROUP_BROKEN}"
+                publication.failed[replica.client.name] = reason
+                await self._replicas.drop(replica.client.name, reason)
+        if not publication.done:
+            reasons = "; ".join(publication.failed.values()) or error or "all were dropped"
+            raise PublicationError(f"version {version} reached no replica in {MAX_ATTEMPTS} attempts: {reasons}")
+        return await self._make_current(publication)
+
+    async def _make_current(self, publication: _Publication) -> dict[str, Any]:
+        """Resume those that are done, under the new version."""
+        # Before resume: what is drawn from now on, and what is asked from now on, is of this version.
+        self._replicas.version = publication.version
+        for replica in self._replicas:  # one that came meanwhile is not a member
+            replica.state = "current" if _is_in(replica, publication.done) else "behind"
+        publication.failed |= await self._replicas.on_each(publication.done, go_on)
+        members = [replica for replica in publication.done if self._replicas.holds(replica)]
+        names = tuple(replica.client.name for replica in members)
+        if publication.transfer != "file" and names == tuple(r.client.name for r in publication.members):
+            self._joined = names
+        return {
+            "version": publication.version,
+            "members": list(names),
+            "failed": dict(publication.failed),
+            "again": False,
+        }
+
+    async def _receive(self, publication: _Publication, joins: bool, rendezvous: Mapping[str, Any]) -> dict[str, str]:
+        """Let all members receive; return those that were dropped. Those whose group broke are noted in `broken`."""
         timeout_s = self._config.transfer_timeout_s
         first_ranks, next_rank = {}, 1
-        for replica in members:
+        for replica in publication.members:
             first_ranks[replica.client.name] = next_rank
             next_rank += replica.world_size
 
         async def receive(replica: Replica) -> None:
-            if joins:
-                join = {
-                    "store": str(self._store),
-                    "first_rank": first_ranks[replica.client.name],
-                    "world_size": world_size,
-                    "timeout_s": timeout_s,
-                }
-                # A little longer than the group's own deadline, so that its error, which says more, comes first.
-                await replica.client.join_weight_group(join, timeout_s + self._config.control_timeout_s)
-            await replica.client.start_weight_update()
-            await replica.client.update_weights(update, timeout_s + self._config.control_timeout_s)
+            name = replica.client.name
+            try:
+                if joins:
+                    join = {**rendezvous, "first_rank": first_ranks[name], "timeout_s": timeout_s}
+                    # A little longer than the group's own deadline, so that its error, which says more, comes first.
+                    await replica.client.join_weight_group(join, timeout_s + self._config.control_timeout_s)
+                await self._update(replica, publication.version, publication.manifest, publication.transfer == "file")
+            except ReplicaError as error:
+                if GROUP_BROKEN not in str(error):
+                    raise
+                publication.broken.add(name)
+            finally:
+                publication.answered.add(name)
 
-        return await self._replicas.on_each(members, receive)
+        return await self._replicas.on_each(publication.members, receive)
+
+    async def _update(
+        self, replica: Replica, version: int, manifest: Mapping[str, Sequence[Any]], from_files: bool
+    ) -> None:
+        update = {"version": version, "bucket_bytes": self._config.bucket_bytes, **manifest}
+        if from_files:
+            update["folder"] = str(self._published / f"version_{version:06d}")
+        await replica.client.start_weight_update()
+        deadline_s = self._config.transfer_timeout_s + self._config.control_timeout_s
+        await replica.client.update_weights(update, deadline_s)
+
+    async def _drop_silent(self, publication: _Publication, error: str) -> None:
+        """The actor could not send: whoever does not say within a control call's time that its group broke hangs."""
+        assert publication.receiving is not None
+        timeout_s = self._config.control_timeout_s
+        await asyncio.wait((publication.receiving,), timeout=timeout_s)
+        for replica in publication.members:
+            if replica.client.name not in publication.answered:
+                reason = (
+                    f"replica {replica.client.name} was silent for {timeout_s:g} s after the transfer failed: {error}"
+                )
+                publication.failed[replica.client.name] = reason
+                await self._replicas.drop(replica.client.name, reason)
+
+    def _fill_those_behind(self) -> None:
+        if self.keeps_current:
+            for replica in self._replicas:
+                if replica.state == "behind":
+                    self.catch_up(replica)
+
+    async def _catch_up(self, replica: Replica) -> None:
+        async with self._lock:  # a publication waits for it; one under way fills the replica itself, or calls again
+            if self._publication is not None or not self.keeps_current or replica.state == "current":
+                return
+            assert self._kept is not None
+            version, manifest = self._kept
+
+            async def fill(replica: Replica) -> None:
+                await self._pause(replica)
+                await self._update(replica, version, manifest, from_files=True)
+                await replica.client.finish_weight_update(version)
+                await go_on(replica)
+
+            if self._replicas.holds(replica) and not await self._replicas.on_each([replica], fill):
+                replica.state = "current"
+                await self._replicas.notify()
+
+    async def _pause_all(self, members: list[Replica]) -> list[Replica]:
+        """Pause `members` and return those that are left."""
+        await self._replicas.on_each(members, self._pause)
+        return [replica for replica in members if self._replicas.holds(replica)]
 
     async def _pause(self, replica: Replica) -> None:
-        await replica.client.pause(rebuild_kv=self._config.kv_on_update == "rebuild")
+        await stop_for_update(replica, self._config)
 
-    async def _wait_for_any(self, version: int) -> None:
+    async def _wait_for_any(self, publication: _Publication) -> None:
         timeout_s = self._config.startup_timeout_s
         try:
             async with asyncio.timeout(timeout_s), self._replicas.changed:
                 await self._replicas.changed.wait_for(lambda: any(True for _ in self._replicas))
         except TimeoutError:
-            raise PublicationError(f"version {version} waited {timeout_s:g} s for a replica; none registered") from None
+            reasons = "".join(f"; {reason}" for reason in publication.failed.values())
+            raise PublicationError(
+                f"version {publication.version} waited {timeout_s:g} s for a replica; none registered{reasons}"
+            ) from None
 
     def _new_epoch(self) -> None:
         """Choose a new meeting place; the old one is of no use any more."""
         if self._store is not None:
             self._store.unlink(missing_ok=True)
         self.epoch += 1
-        self._rendezvous_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._store = self._rendezvous_dir.resolve() / f"epoch_{self.epoch}_{uuid.uuid4().hex}"
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._store = self._folder / f"epoch_{self.epoch}_{uuid.uuid4().hex}"
+
+
+def _is_in(replica: Replica, members: Sequence[Replica]) -> bool:
+    return any(replica is member for member in members)

@@ -12,20 +12,32 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from a3po_megatron.rollout.client import ReplicaClient, ReplicaError
+from a3po_megatron.rollout.client import ReplicaClient
+from a3po_megatron.rollout.control import ReplicaError
 
 MAX_FENCED_REMEMBERED = 100
 
 
-@dataclass
+@dataclass(eq=False)
 class Replica:
     """One registered server."""
 
     client: ReplicaClient
     world_size: int  # its workers in the weight group
     state: Literal["current", "behind"]  # behind: must not answer before it has taken part in a publication
+    limit: int  # requests it is given at once
     running: int = 0  # requests it is answering
+    held: bool = False  # is given none: new weights are on their way
+    idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while it answers none
     failed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.idle.set()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it may be given one more request now."""
+        return self.state == "current" and not self.held and self.running < self.limit
 
 
 class Replicas:
@@ -35,6 +47,7 @@ class Replicas:
         """`version`: that of the weights in the servers' model folder."""
         self.version = version
         self.changed = asyncio.Condition()
+        self.on_change: Callable[[], None] = lambda: None  # called at every change too
         self.fenced: dict[str, str] = {}  # name -> reason
         self._replicas: dict[str, Replica] = {}
 
@@ -81,6 +94,7 @@ class Replicas:
 
     async def notify(self) -> None:
         """Wake whoever waits for a change."""
+        self.on_change()
         async with self.changed:
             self.changed.notify_all()
 

@@ -30,6 +30,16 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "trace_decode_token_ids": (None,),
     "extra_args": (None, {}),
 }
+# Those of them that people ask for: settings of the run, so that the refusal can say why.
+REFUSED_SETTINGS = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,7 @@ class SamplingSettings:
             temperature=config.temperature if evaluation_temperature is None else evaluation_temperature,
             max_tokens=config.max_response_tokens,
             evaluation=evaluation_temperature is not None,
-            extra={name: getattr(config, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")},
+            extra={name: getattr(config, name) for name in REFUSED_SETTINGS},
         )
 
     def check(self) -> None:
@@ -79,9 +89,22 @@ def check_rollout(config: RolloutConfig) -> None:
     for name in ("num_servers", "tensor_parallel", "max_num_seqs", "cpu_threads", "stream_interval", "bucket_bytes"):
         if getattr(config, name) < 1:
             raise UserError(f"rollout.{name}={getattr(config, name)}: must be at least 1")
-    for name in ("startup_timeout_s", "request_timeout_s", "control_timeout_s", "transfer_timeout_s"):
+    for name in (
+        "startup_timeout_s",
+        "request_timeout_s",
+        "control_timeout_s",
+        "transfer_timeout_s",
+        "stall_timeout_s",
+    ):
         if getattr(config, name) <= 0:
             raise UserError(f"rollout.{name}={getattr(config, name)}: a deadline in seconds above 0")
+    if config.drain_timeout_s < 0:
+        raise UserError(f"rollout.drain_timeout_s={config.drain_timeout_s}: seconds, 0 or more")
+    if config.in_flight != "continue" and config.kv_on_update == "keep":
+        raise UserError(
+            f"rollout.kv_on_update=keep has no meaning with rollout.in_flight={config.in_flight}, which lets no request "
+            "go on with its cache; use kv_on_update=rebuild, or in_flight=continue"
+        )
     if config.max_model_len <= config.max_response_tokens:
         raise UserError(
             f"rollout.max_model_len={config.max_model_len} leaves no room for a prompt: it must be above "

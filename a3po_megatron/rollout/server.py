@@ -11,7 +11,8 @@ from pathlib import Path
 
 from a3po_megatron.config.schema import RolloutConfig
 from a3po_megatron.errors import UserError
-from a3po_megatron.rollout.client import ReplicaClient, ReplicaError
+from a3po_megatron.rollout.client import ReplicaClient
+from a3po_megatron.rollout.control import ReplicaError
 from a3po_megatron.rollout.sampling import SamplingSettings
 
 POLL_S = 0.2
@@ -110,6 +111,18 @@ def choose_port(config: RolloutConfig, slot: int) -> int:
                 f"({error.strerror}); free it, choose another, or set rollout.base_port=0 for any free port"
             ) from None
         return int(probe.getsockname()[1])
+
+
+async def free_port(config: RolloutConfig, slot: int, wait_s: float) -> int:
+    """Return `choose_port`, which may become free within `wait_s`: the last server's, or somebody's for a moment."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            return choose_port(config, slot)
+        except UserError:
+            if time.monotonic() >= deadline:
+                raise
+        await asyncio.sleep(POLL_S)
 
 
 def group_members(group: int) -> list[int]:

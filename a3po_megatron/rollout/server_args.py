@@ -13,7 +13,7 @@ from a3po_megatron.rollout.orphan_watch import SUPERVISOR_VARIABLE
 from a3po_megatron.run_token import TOKEN_VARIABLE
 
 MODEL_NAME = "policy"  # what requests call the served model
-WEIGHT_BACKEND = "a3po_gloo"  # under which `weight_engine` registers itself
+WEIGHT_BACKEND = "a3po_buckets"  # under which `weight_engine` registers itself
 MIDDLEWARE = "a3po_megatron.rollout.middleware.RequireToken"
 CPU_BATCHED_TOKENS = 4096  # of one engine step, so that many short prompts are read at once
 WORKER_EXTENSION = "a3po_megatron.rollout.weight_engine.WorkerExtension"
@@ -81,6 +81,8 @@ def server_environment(
         "VLLM_SERVER_DEV_MODE": "1",  # opens the routes that pause and take weights; RequireToken guards them
         "VLLM_PLUGINS": "",  # nothing else that happens to be installed runs inside the server
         "VLLM_NO_USAGE_STATS": "1",
+        # In seconds. Its 5 s could close a connection in the moment in which the controller uses it again.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
         "VLLM_HOST_IP": config.host,
         "HF_HUB_OFFLINE": "1",
     }

@@ -18,9 +18,10 @@ from typing import Any, Protocol
 import httpx
 
 from a3po_megatron.config.schema import RolloutConfig
-from a3po_megatron.rollout.client import ReplicaClient, ReplicaError
+from a3po_megatron.rollout.client import ReplicaClient
+from a3po_megatron.rollout.control import ReplicaError
 from a3po_megatron.rollout.controller_link import ControllerRefused
-from a3po_megatron.rollout.server import Server, ServerFailed, choose_port
+from a3po_megatron.rollout.server import Server, ServerFailed, free_port
 from a3po_megatron.rollout.server_args import server_command, server_environment
 
 
@@ -116,7 +117,7 @@ class Supervisor:
         failures: deque[float] = deque()
         attempt = 0
         while True:
-            reason = await self._serve_once(slot, f"{self._node}-{slot}.{attempt}")
+            reason = await self._serve_once(slot, attempt)
             attempt += 1
             failures.append(time.monotonic())
             while failures[0] < time.monotonic() - self._config.restart_window_s:
@@ -129,10 +130,11 @@ class Supervisor:
                 )
             self._say(f"server {slot}: {reason}; starting it again ({len(failures)} of {self._config.max_restarts})")
 
-    async def _serve_once(self, slot: int, name: str) -> str:
+    async def _serve_once(self, slot: int, attempt: int) -> str:
         """Start one server, register it, watch it, end it. Returns why it had to end."""
-        config = self._config
-        port = choose_port(config, slot)
+        config, name = self._config, f"{self._node}-{slot}.{attempt}"
+        # A port that is taken at the start is a wrong setting. Later the run goes on as soon as it is free.
+        port = await free_port(config, slot, config.startup_timeout_s if attempt else 0.0)
         host = f"[{config.host}]" if ":" in config.host else config.host
         gpus = (
             tuple(range(slot * config.tensor_parallel, (slot + 1) * config.tensor_parallel))
@@ -175,7 +177,7 @@ class Supervisor:
 
     async def _illness(self, server: Server, client: ReplicaClient) -> str | None:
         try:
-            await client.health()
+            await client.health(self._config.stall_timeout_s)
         except ReplicaError as error:
             return f"{server.name} {server.exit_reason() or f'does not answer: {error}'}"
         return None

@@ -1,14 +1,14 @@
-"""How a vLLM worker takes new weights: our gloo engine behind vLLM's weight-transfer routes. Runs inside vLLM only.
+"""How a vLLM worker takes new weights: `weight_receiver.py` behind vLLM's weight-transfer routes. Runs inside vLLM only.
 
 vLLM imports this module because `--worker-extension-cls` names `WorkerExtension`; the import registers the engine,
 which `--weight-transfer-config` then picks. The order of calls is vLLM's: init (once a membership), then for each
-version start, update, finish, with generation paused around them. After a failed call the model may hold a mixture of
-versions: the fleet drops the replica and its supervisor restarts it.
+version start, update, finish, with generation paused around them. After a failed update the model may hold a mixture of
+versions: the replica stays paused until it is filled again whole, or is dropped and restarted by its supervisor.
 """
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -19,18 +19,19 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from a3po_megatron.rollout import buckets
 from a3po_megatron.rollout.server_args import WEIGHT_BACKEND
-from a3po_megatron.rollout.transfer_group import TransferGroup
-from a3po_megatron.rollout.weight_receiver import receive_tensors
+from a3po_megatron.rollout.weight_receiver import Incoming, Tensors, WeightReceiver
 
 
 @dataclass
 class JoinInfo(WeightTransferInitInfo):
     """Where and as whom the workers of this server join the weight group."""
 
-    store: str  # file in which the members meet
+    transfer: str  # gloo or nccl
     first_rank: int  # rank of this server's first worker; the actor has rank 0
     world_size: int  # actor and all workers of all replicas
     timeout_s: float
+    store: str = ""  # gloo: file in which the members meet
+    unique_id: str = ""  # nccl: base64 of the actor's ncclUniqueId
 
 
 @dataclass
@@ -42,10 +43,11 @@ class VersionInfo(WeightTransferUpdateInfo):
     dtypes: list[str]
     shapes: list[list[int]]
     bucket_bytes: int
+    folder: str = ""  # where the version lies as files; empty: it comes through the weight group
 
 
-class GlooWeightEngine(WeightTransferEngine[JoinInfo, VersionInfo]):
-    """Receives buckets over gloo and loads them layer by layer; at most a few buckets are in memory at a time."""
+class BucketWeightEngine(WeightTransferEngine[JoinInfo, VersionInfo]):
+    """Receives buckets and loads them layer by layer; at most a few buckets are in memory at a time."""
 
     init_info_cls = JoinInfo
     update_info_cls = VersionInfo
@@ -55,46 +57,46 @@ class GlooWeightEngine(WeightTransferEngine[JoinInfo, VersionInfo]):
     ) -> None:
         """vLLM makes the engine once the model is loaded."""
         super().__init__(config, vllm_config, device, model)
-        self._group: TransferGroup | None = None
+        self._receiver = WeightReceiver()
+        self._is_half_loaded = False
         # Loading leaves no trace of a parameter that was forgotten, so remember what there is to load.
         self._parameters = {name for name, _ in model.named_parameters()}
         self._tied_layers = tied_layers(model)
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
-        """Join the group of a new membership; the old group is left first."""
-        self.shutdown()
+        """Join the group of a new epoch; the old group is left first."""
         workers = self.parallel_config
         rank = init_info.first_rank + workers.data_parallel_index * workers.world_size + workers.rank
-        self._group = TransferGroup(init_info.store, rank, init_info.world_size, init_info.timeout_s, own_host())
+        self._receiver.join(asdict(init_info), rank, init_info.timeout_s, own_host())
 
     def start_weight_update(self) -> None:
         """Put every layer back into the state in which it can be loaded."""
+        if self._is_half_loaded:
+            # Else vLLM would add what comes now to what came before the update broke off, and count both.
+            finalize_layerwise_reload(self.model, self.model_config)
+        self._is_half_loaded = True
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict) -> None:
         """Receive and load one version. On any error leave the group, so that the other members fail at once too."""
-        try:
-            self.receive_weights(self.parse_update_info(update_info))
-        except BaseException:
-            self.shutdown()
-            raise
+        self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: VersionInfo) -> None:
-        """Receive and load every bucket, then check the checksum, the version and that nothing is missing."""
-        if self._group is None:
-            raise RuntimeError(f"version {update_info.version} was announced before this worker joined a weight group")
+        """Receive and load every bucket; each is checked before it is loaded, and in the end that nothing is missing."""
         specs = buckets.read_manifest(
             {"names": update_info.names, "dtypes": update_info.dtypes, "shapes": update_info.shapes}
         )
-        check_fused_parts(update_info.names, getattr(self.model, "packed_modules_mapping", {}))
-        loaded = self.model.load_weights(
-            receive_tensors(self._group, specs, update_info.version, update_info.bucket_bytes)
-        )
+        incoming = Incoming(update_info.version, specs, update_info.bucket_bytes, update_info.folder)
+        loaded = self._receiver.receive(incoming, lambda tensors: self._load(update_info.names, tensors))
         missing = self._parameters - set(loaded)
         if missing:
             raise ValueError(f"version {update_info.version} lacks weights for {', '.join(sorted(missing))}")
+
+    def _load(self, names: Sequence[str], tensors: Tensors) -> set[str]:
+        check_fused_parts(names, getattr(self.model, "packed_modules_mapping", {}))
+        return self.model.load_weights(tensors)
 
     def finish_weight_update(self) -> None:
         """Bring every layer into the form that the kernels use."""
@@ -104,12 +106,11 @@ class GlooWeightEngine(WeightTransferEngine[JoinInfo, VersionInfo]):
         for layer in self._tied_layers:
             method: Any = layer.quant_method
             method.process_weights_after_loading(layer)
+        self._is_half_loaded = False
 
     def shutdown(self) -> None:
         """Leave the weight group."""
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        self._receiver.leave()
 
 
 def own_host() -> str:
@@ -154,4 +155,4 @@ class WorkerExtension:
 
 
 if WEIGHT_BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(WEIGHT_BACKEND, GlooWeightEngine)
+    WeightTransferEngineFactory.register_engine(WEIGHT_BACKEND, BucketWeightEngine)

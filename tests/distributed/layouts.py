@@ -60,9 +60,12 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, beta2=0.99, clip_grad=0.5)
 
 
 def test_device() -> ActorConfig:
-    """Settings that only choose the device: GPUs where every rank has one, else CPUs."""
-    ranks = int(os.environ["WORLD_SIZE"])
-    return ActorConfig(device="cuda" if torch.cuda.device_count() >= ranks else "cpu")
+    """Settings that only choose the device: GPUs where every rank has one, else CPUs. A job on GPUs does not fall back."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))  # of this node
+    has_gpus = torch.cuda.device_count() >= ranks
+    if "A3PO_TEST_ON_GPUS" in os.environ and not has_gpus:
+        raise RuntimeError(f"torch finds {torch.cuda.device_count()} GPUs for the {ranks} ranks of this node")
+    return ActorConfig(device="cuda" if has_gpus else "cpu")
 
 
 test_device.__test__ = False  # type: ignore[attr-defined]

@@ -32,10 +32,12 @@ from a3po_megatron.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from a3po_megatron.controller.link import ControllerError
-from a3po_megatron.controller.messages import WeightManifest
+from a3po_megatron.controller.link import ControllerError, PublishAgain
+from a3po_megatron.controller.messages import PublicationSent, WeightManifest
 from a3po_megatron.objective.supervised import SupervisedLoss
 from a3po_megatron.records import Batch
+from a3po_megatron.rollout.transfer_group import GroupBroken
+from a3po_megatron.rollout.weight_sender import Sent
 from tests.distributed.batches import MAX_STALENESS, SEED, TOKENS, make_batch
 from tests.distributed.layouts import (
     OPTIMIZER,
@@ -94,26 +96,43 @@ def test_parity_is_null_without_fresh_tokens_and_a_batch_of_overdue_tokens_takes
 
 
 class FakeLink:
-    """A controller with some batches to give; its replica checks nothing. On rank 0 only."""
+    """A controller with some batches to give; its replica checks nothing. On rank 0 only.
 
-    def __init__(self, batches: Sequence[Batch]) -> None:
+    `broken_attempts`: what the ends of its publications answer, first to last: whether to begin again. `lost`: versions at
+    which every replica was lost when a batch was asked for.
+    """
+
+    def __init__(
+        self, batches: Sequence[Batch], broken_attempts: Sequence[bool] = (), lost: Sequence[int] = ()
+    ) -> None:
         self.batches = list(batches)
+        self.broken_attempts = list(broken_attempts)
+        self.lost = list(lost)
+        self.errors: list[str] = []
+        self.epoch = 1
         self.calls: list[str] = []
         self.rows: list[dict[str, Any]] = []
 
     def next_batch(self, version: int) -> Batch | None:
         self.calls.append(f"batch {version}")
+        if version in self.lost:
+            self.lost.remove(version)
+            raise PublishAgain
         return self.batches[version] if version < len(self.batches) else None
 
     def begin_publication(self, manifest: WeightManifest) -> dict[str, Any]:
         self.calls.append(f"begin {manifest.version}")
         assert len(manifest.names) == len(manifest.dtypes) == len(manifest.shapes)
-        rendezvous = {"store": "unused", "world_size": 2, "rank": 0}
-        return {"epoch": 1, "rendezvous": rendezvous, "members": ["r0"], "bucket_bytes": 1 << 16, "waited_s": 0.0}
+        rendezvous = {"transfer": "gloo", "store": "unused", "world_size": 2}
+        plan = {"epoch": self.epoch, "rendezvous": rendezvous, "members": ["r0"], "bucket_bytes": 1 << 16}
+        return plan | {"waited_s": 0.0, "keep_in": "", "unique_id_wanted": False}
 
-    def finish_publication(self, version: int, time_s: float, num_bytes: int) -> dict[str, Any]:
-        self.calls.append(f"finish {version}")
-        return {"version": version, "members": ["r0"], "failed": {}}
+    def finish_publication(self, message: PublicationSent) -> dict[str, Any]:
+        self.calls.append(f"finish {message.version}")
+        self.errors.append(message.error)
+        again = bool(self.broken_attempts and self.broken_attempts.pop(0))
+        self.epoch += again
+        return {"version": message.version, "members": ["r0"], "failed": {}, "again": again}
 
     def report_step(self, step: int, version: int, metrics: dict[str, Any]) -> None:
         self.calls.append(f"report {version}")
@@ -127,19 +146,24 @@ class FakeSender:
     """Takes the tensors that it is promised, and keeps a digest of each version."""
 
     made = 0
+    breaks_at: list[int] = []  # noqa: RUF012  # in the next attempts, after so many tensors
     digests: dict[int, str] = {}  # noqa: RUF012
 
-    def __init__(self, store: str, world_size: int, timeout_s: float, host: str) -> None:
+    def __init__(self, group: None) -> None:
         FakeSender.made += 1
 
-    def send(self, specs: Sequence[Any], tensors: Any, version: int, bucket_bytes: int) -> int:
+    def send(self, specs: Sequence[Any], tensors: Any, version: int, bucket_bytes: int, keep_in: Path | None) -> Sent:
         digest, num_bytes = hashlib.sha256(), 0
-        for spec, (name, tensor) in zip(specs, tensors, strict=True):
+        break_at = FakeSender.breaks_at.pop(0) if FakeSender.breaks_at else -1
+        for count, (spec, (name, tensor)) in enumerate(zip(specs, tensors, strict=True)):
+            if count == break_at:
+                list(tensors)
+                return Sent(error=str(GroupBroken("a replica was killed")))
             assert (spec.name, spec.dtype, spec.shape) == (name, "float32", tuple(tensor.shape))
             digest.update(tensor.cpu().numpy().tobytes())
             num_bytes += spec.num_bytes
         FakeSender.digests[version] = digest.hexdigest()
-        return num_bytes
+        return Sent(num_bytes)
 
     def close(self) -> None:
         pass
@@ -158,11 +182,12 @@ def train_config(folder: Path, model: Path, actor: ActorConfig) -> TrainConfig:
 
 
 def run_loop(
-    folder: Path, model: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch, batches: list[Batch]
+    folder: Path, model: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch, batches: list[Batch], **faults: Any
 ) -> FakeLink | None:
     config = train_config(folder, model, layout.config(**TOKENS))
-    link = FakeLink(batches) if dist.get_rank() == 0 else None
+    link = FakeLink(batches, **faults) if dist.get_rank() == 0 else None
     monkeypatch.setattr(publish, "WeightSender", FakeSender)
+    monkeypatch.setattr(publish, "join_group", lambda *arguments: None)
     FakeSender.made, FakeSender.digests = 0, {}
     assert training.train(config, read_model_shape(model), link) == len(batches)
     return link
@@ -199,6 +224,31 @@ def test_the_loop_publishes_each_version_reports_each_step_and_leaves_model_and_
             assert digest.hexdigest() == FakeSender.digests[2]
     if losses:
         assert losses[0] == losses[1]
+
+
+def test_a_publication_that_breaks_is_sent_again_and_a_lost_fleet_gets_the_weights_again_on_all_ranks(
+    shared_folder: Path,
+) -> None:
+    """The other ranks gather once more for each attempt, and to the end of one that broke off."""
+    oracle = TIED.build()
+    model = save_model(oracle, shared_folder / "model")
+    batches = [make_batch(oracle, version) for version in range(2)]
+    FakeSender.breaks_at = [3, 0] if dist.get_rank() == 0 else []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        link = run_loop(
+            shared_folder, model, Layout(tp=2, pp=2), monkeypatch, batches, broken_attempts=[True, True], lost=[1]
+        )
+    if link:
+        attempt = ("begin 1", "finish 1")
+        assert link.calls == [
+            *("batch 0", *attempt, *attempt, *attempt, "report 0"),
+            *("batch 1", *attempt, "batch 1", "begin 2", "finish 2", "report 1"),
+            *("batch 2", "done"),
+        ]
+        broken = "the weight group broke: a replica was killed"
+        assert link.errors == [broken, broken, "", "", ""]
+        assert FakeSender.made == 3
+        assert len(set(FakeSender.digests.values())) == 2
 
 
 @pytest.mark.parametrize(
@@ -287,16 +337,16 @@ def test_reference_weights_take_the_models_place_and_leave_it_bit_for_bit(dtype:
 class BrokenSender(FakeSender):
     """Loses its receiver in the middle of a transfer."""
 
-    def send(self, specs: Sequence[Any], tensors: Any, version: int, bucket_bytes: int) -> int:
-        next(iter(tensors))
-        raise RuntimeError("sending bucket 1 of 2: a member of the weight group failed")
+    def send(self, specs: Sequence[Any], tensors: Any, version: int, bucket_bytes: int, keep_in: Path | None) -> Sent:
+        list(tensors)
+        return Sent(error=str(GroupBroken("sending bucket 1 of 2: a member of the weight group failed")))
 
 
 class LinkWithoutReplicas(FakeLink):
     """Hears from the receivers why the transfer failed."""
 
-    def finish_publication(self, version: int, time_s: float, num_bytes: int) -> dict[str, Any]:
-        raise ControllerError(f"/publish/finish: 500: version {version} reached no replica: r0: killed")
+    def finish_publication(self, message: PublicationSent) -> dict[str, Any]:
+        raise ControllerError(f"/publish/finish: 500: version {message.version} reached no replica: r0: killed")
 
 
 @pytest.mark.ranks(1)
@@ -307,10 +357,11 @@ def test_a_failed_publication_says_where_it_stopped_and_what_the_controller_know
     link = LinkWithoutReplicas([make_batch(oracle, 0)])
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(publish, "WeightSender", BrokenSender)
+        monkeypatch.setattr(publish, "join_group", lambda *arguments: None)
         with pytest.raises(publish.PublicationError) as failure:
             training.train(config, read_model_shape(model), link)
     assert str(failure.value) == (
-        "publication of version 1: sending bucket 1 of 2: a member of the weight group failed; "
+        "publication of version 1: the weight group broke: sending bucket 1 of 2: a member of the weight group failed; "
         "/publish/finish: 500: version 1 reached no replica: r0: killed"
     )
     parallel.destroy()

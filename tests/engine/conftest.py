@@ -1,12 +1,15 @@
 """One real vLLM server for all tests of this folder: a start takes half a minute, a publication a tenth of a second."""
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,14 +18,13 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from a3po_megatron.config.schema import RolloutConfig
-from a3po_megatron.rollout.buckets import TensorSpec, manifest_of
 from a3po_megatron.rollout.client import ReplicaClient
 from a3po_megatron.rollout.fleet import Fleet
 from a3po_megatron.rollout.server import Server, choose_port
 from a3po_megatron.rollout.server_args import server_command, server_environment
-from a3po_megatron.rollout.weight_sender import WeightSender
 from tests.engine.paced_scheduler import PACE_FILE
 from tests.engine.tiny_model import MAX_LENGTH, VOCABULARY, make_model, save_model
+from tests.fakes.replica_processes import Sender
 
 TOKEN = "0123456789abcdef" * 2
 
@@ -61,7 +63,7 @@ class LiveServer:
         """Return a fleet of this one server."""
         fleet = Fleet(rollout_config(**changes), TOKEN, self.rendezvous_dir, self.version, VOCABULARY)
         assert await fleet.register("live", self.server.url, 1) == {"state": "current", "reason": ""}
-        return LiveFleet(fleet, self)
+        return LiveFleet(fleet, self, Sender(fleet, timeout_s=30))
 
 
 @dataclass
@@ -70,25 +72,14 @@ class LiveFleet:
 
     fleet: Fleet
     live: LiveServer
-    sender: WeightSender | None = None
-    epoch: int = 0
+    sender: Sender
 
     async def publish(self, model: Qwen3ForCausalLM) -> int:
         """Publish `model` under the next version, as the actor would; return the version."""
         version = self.fleet.version + 1
-        specs = specs_of(model)
-        begun = await self.fleet.begin_publication(version, manifest_of(specs))
-        await asyncio.to_thread(self._send, begun, specs, model, version)
-        assert (await self.fleet.finish_publication(version))["failed"] == {}
+        assert (await self.sender.publish(tensors_of(model), version))["failed"] == {}
         self.live.models[version] = model
         return version
-
-    def _send(self, begun: dict, specs: list[TensorSpec], model: Qwen3ForCausalLM, version: int) -> None:
-        if begun["epoch"] != self.epoch:
-            store, world_size = begun["rendezvous"]["store"], begun["rendezvous"]["world_size"]
-            self.sender = WeightSender(store, world_size, timeout_s=30)
-            self.epoch = begun["epoch"]
-        self.sender.send(specs, tensors_of(model), version, begun["bucket_bytes"])
 
 
 def tensors_of(model: Qwen3ForCausalLM) -> list[tuple[str, torch.Tensor]]:
@@ -96,29 +87,18 @@ def tensors_of(model: Qwen3ForCausalLM) -> list[tuple[str, torch.Tensor]]:
     return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
 
 
-def specs_of(model: Qwen3ForCausalLM) -> list[TensorSpec]:
-    """Return what `tensors_of` yields, without the data."""
-    return [
-        TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        for name, tensor in tensors_of(model)
-    ]
-
-
-@pytest.fixture(scope="session")
-def started_server(tmp_path_factory) -> Iterator[LiveServer]:
-    """Start the one server, with a tied model as version 0."""
-    folder = tmp_path_factory.mktemp("engine")
-    config, model = rollout_config(), make_model(seed=0)
+@contextmanager
+def serving(folder: Path, name: str, pace_file: Path, model: Qwen3ForCausalLM) -> Iterator[Server]:
+    """Start a server with `model` as version 0, end it with the block."""
+    config = rollout_config()
     port = choose_port(config, 0)
     command = server_command(config, save_model(model, folder / "model"), "cpu", port, seed=0)
     command += ["--scheduler-cls", "tests.engine.paced_scheduler.PacedScheduler"]
-    pace_file = folder / "pace"
     environment = server_environment(config, TOKEN, "cpu") | {PACE_FILE: str(pace_file)}
-    server = Server("live", f"http://127.0.0.1:{port}", command, environment, folder / "server.log")
-    live = LiveServer(server, folder / "rendezvous", pace_file, {0: model})
+    server = Server(name, f"http://127.0.0.1:{port}", command, environment, folder / f"{name}.log")
 
     async def wait_ready() -> None:
-        client = live.client()
+        client = ReplicaClient(name, server.url, TOKEN, config, VOCABULARY)
         assert await server.wait_ready(client, config) == 1
         await client.aclose()
 
@@ -126,9 +106,18 @@ def started_server(tmp_path_factory) -> Iterator[LiveServer]:
         try:
             # In a thread of its own: a test that uses an event loop may be what asks for this fixture.
             pool.submit(asyncio.run, wait_ready()).result()
-            yield live
+            yield server
         finally:
             pool.submit(asyncio.run, server.stop(timeout_s=15)).result()
+
+
+@pytest.fixture(scope="session")
+def started_server(tmp_path_factory) -> Iterator[LiveServer]:
+    """Start the one server, with a tied model as version 0."""
+    folder = tmp_path_factory.mktemp("engine")
+    model, pace_file = make_model(seed=0), folder / "pace"
+    with serving(folder, "live", pace_file, model) as server:
+        yield LiveServer(server, folder / "rendezvous", pace_file, {0: model})
 
 
 @pytest.fixture
@@ -136,3 +125,30 @@ def live(started_server) -> LiveServer:
     """The shared server, checked to be alive."""
     assert started_server.server.exit_reason() is None, started_server.server.last_words()
     return started_server
+
+
+@dataclass
+class SecondServer:
+    """Another server, which a test may stop or kill."""
+
+    server: Server
+    stopped: list[psutil.Process] = field(default_factory=list)
+
+    def go_on(self) -> None:
+        """Let stopped processes go on."""
+        for process in self.stopped:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+        self.stopped.clear()
+
+
+@pytest.fixture(scope="module")
+def second(started_server, tmp_path_factory) -> Iterator[SecondServer]:
+    """Start a second server, paced like the first, for the tests of one file."""
+    folder = tmp_path_factory.mktemp("second")
+    with serving(folder, "second", started_server.pace_file, make_model(seed=0)) as server:
+        another = SecondServer(server)
+        try:
+            yield another
+        finally:
+            another.go_on()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from a3po_megatron.errors import UserError
-from a3po_megatron.rollout.client import RequestRefused
+from a3po_megatron.rollout.control import RequestRefused
 from a3po_megatron.rollout.sampling import SamplingSettings
 from tests.engine.conftest import TOKEN
 from tests.engine.tiny_model import END_TOKEN, reference_logprobs

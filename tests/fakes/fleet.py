@@ -27,6 +27,7 @@ class FakeFleet:
         self.hold: Callable[[str], bool] = lambda request_id: False  # which responses stop after their first token
         self.release = asyncio.Event()  # lets them go on
         self.needs_publication = False
+        self.attempts_that_fail = 0
         self.calls: list[str] = []
 
     async def register(self, name: str, url: str, world_size: int) -> dict[str, str]:
@@ -70,18 +71,25 @@ class FakeFleet:
             "stop",
         )
 
-    async def begin_publication(self, version: int, manifest: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    async def begin_publication(
+        self, version: int, manifest: Mapping[str, Sequence[Any]], transfer: str = "gloo", unique_id: str = ""
+    ) -> dict[str, Any]:
         self.may_draw.clear()
         self.calls.append(f"begin {version} {' '.join(manifest['names'])}")
         store = {"store": "somewhere", "world_size": 1 + len(self.replicas), "rank": 0}
-        return {"epoch": 1, "rendezvous": store, "members": list(self.replicas), "bucket_bytes": 1024}
+        plan = {"epoch": 1, "rendezvous": store, "members": list(self.replicas), "bucket_bytes": 1024}
+        return plan | {"keep_in": "", "unique_id_wanted": False}
 
-    async def finish_publication(self, version: int) -> dict[str, Any]:
+    async def finish_publication(self, version: int, error: str = "", kept: bool = False) -> dict[str, Any]:
+        if self.attempts_that_fail:
+            self.attempts_that_fail -= 1
+            return {"version": version, "members": [], "failed": {}, "again": True}
         await asyncio.sleep(self.token_s)
         self.version = version
         self.may_draw.set()
         self.calls.append(f"finish {version}")
-        return {"version": version, "members": list(self.replicas), "failed": {}}
+        self.needs_publication = False
+        return {"version": version, "members": list(self.replicas), "failed": {}, "again": False}
 
     def status(self) -> dict[str, Any]:
         return {"replicas": dict(self.replicas)}

@@ -4,9 +4,11 @@ Needs root and Debian's packages slurmctld, slurmd, slurm-client and munge; noth
 changed. GPUs are copies of /dev/null that SLURM hands out as if they were GPUs. Nodes share this machine's file system.
 """
 
+import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +18,6 @@ ROOT = Path(__file__).parents[2]  # jobs are submitted from here
 NODES = 4
 GPUS = 8
 NETWORK = "10.77.0"
-BRIDGE = "a3pobr0"
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare")
 START_S = 60.0
 POLL_S = 0.1
@@ -28,7 +29,26 @@ def why_not() -> str | None:
     if os.geteuid() != 0:
         return "a test cluster needs root, for namespaces"
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
-    return f"not installed: {', '.join(missing)} (tests/slurm/install.sh)" if missing else None
+    if missing:
+        return f"not installed: {', '.join(missing)} (tests/slurm/install.sh)"
+    probe = [
+        "unshare",
+        "--net",
+        "--uts",
+        "--pid",
+        "--mount",
+        "--fork",
+        "--mount-proc",
+        "ip",
+        "link",
+        "add",
+        "probe",
+        "type",
+        "bridge",
+    ]
+    if subprocess.run(probe, capture_output=True, check=False).returncode:
+        return "a test cluster needs network, process and mount namespaces, which this machine does not allow"
+    return None
 
 
 class Cluster:
@@ -37,6 +57,8 @@ class Cluster:
     def __init__(self, root: Path) -> None:
         """`root`: an empty folder with a short path, since a socket lies in it."""
         self.root = root
+        self._tag = f"a3{os.getpid() % 10**6}"  # in names of interfaces, which may have 15 letters
+        self._bridge = f"{self._tag}br"
         for name in ("etc", "state", "spool", "log", "run", "gpu"):
             (root / name).mkdir(parents=True)
         self.environment = os.environ | {"SLURM_CONF": str(root / "etc" / "slurm.conf")}
@@ -59,11 +81,16 @@ class Cluster:
         hosts = self.root / "etc" / "hosts"
         inside = f"hostname {name}; mount --bind {hosts} /etc/hosts; exec slurmd -D -N {name}"
         spaces = ["unshare", "--uts", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
-        self._spawn(name, ["nsenter", f"--net=/run/netns/a3po{number}", *spaces, "sh", "-c", inside])
+        self._spawn(name, ["nsenter", f"--net=/run/netns/{self.namespace(number)}", *spaces, "sh", "-c", inside])
+
+    def namespace(self, number: int) -> str:
+        """Return the name of a node's network namespace."""
+        return f"{self._tag}n{number}"
 
     def stop(self) -> None:
         """End every job, daemon and namespace of this cluster."""
-        self.run("scancel", "--user=root", check=False)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the daemons may not be there yet, or not any more
+            self.run("scancel", "--user=root", check=False)
         for name, daemon in reversed(self._daemons.items()):
             daemon.send_signal(signal.SIGKILL if name.startswith("node") else signal.SIGTERM)
             try:
@@ -72,9 +99,9 @@ class Cluster:
                 daemon.kill()
                 daemon.wait(timeout=20)
         for number in range(1, NODES + 1):
-            subprocess.run(["ip", "link", "del", f"a3pov{number}"], capture_output=True)
-            subprocess.run(["ip", "netns", "del", f"a3po{number}"], capture_output=True)
-        subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True)
+            subprocess.run(["ip", "link", "del", f"{self._tag}v{number}"], capture_output=True)
+            subprocess.run(["ip", "netns", "del", self.namespace(number)], capture_output=True)
+        subprocess.run(["ip", "link", "del", self._bridge], capture_output=True)
 
     def run(self, *command: str, check: bool = True, environment: Mapping[str, str] | None = None) -> str:
         """Run a SLURM command and return what it prints."""
@@ -129,14 +156,14 @@ class Cluster:
         def ip(*words: str) -> None:
             subprocess.run(["ip", *words], check=True, capture_output=True)
 
-        ip("link", "add", BRIDGE, "type", "bridge")
-        ip("addr", "add", f"{NETWORK}.254/24", "dev", BRIDGE)
-        ip("link", "set", BRIDGE, "up")
+        ip("link", "add", self._bridge, "type", "bridge")
+        ip("addr", "add", f"{NETWORK}.254/24", "dev", self._bridge)
+        ip("link", "set", self._bridge, "up")
         for number in range(1, NODES + 1):
-            space, outer = f"a3po{number}", f"a3pov{number}"
+            space, outer = self.namespace(number), f"{self._tag}v{number}"
             ip("netns", "add", space)
             ip("link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", space)
-            ip("link", "set", outer, "master", BRIDGE, "up")
+            ip("link", "set", outer, "master", self._bridge, "up")
             ip("-n", space, "addr", "add", f"{NETWORK}.{number}/24", "dev", "eth0")
             ip("-n", space, "link", "set", "lo", "up")
             ip("-n", space, "link", "set", "eth0", "up")
@@ -178,7 +205,7 @@ class Cluster:
             "AuthType": "auth/munge",
             "CredType": "cred/munge",
             "AuthInfo": f"socket={run}/munge.socket",
-            "SlurmctldPort": 16817,
+            "SlurmctldPort": _free_port(),
             "SlurmdPort": 16818,
             "StateSaveLocation": self.root / "state",
             "SlurmdSpoolDir": f"{self.root}/spool/%n",
@@ -197,6 +224,7 @@ class Cluster:
             "GresTypes": "gpu",
             "AccountingStorageType": "accounting_storage/none",
             "JobAcctGatherType": "jobacct_gather/none",
+            "MinJobAge": 86400,  # a finished job can be asked about for as long as the tests last
             "SlurmdTimeout": 30,
             "SlurmctldTimeout": 30,
             "KillWait": 20,
@@ -213,3 +241,8 @@ class Cluster:
         (etc / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # loaded whatever ProctrackType says
         names = [f"{NETWORK}.{i} node{i}" for i in range(1, NODES + 1)]
         (etc / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names]) + "\n")
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as probe:
+        return int(probe.getsockname()[1])

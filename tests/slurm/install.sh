@@ -2,11 +2,13 @@
 # Installs the distribution's SLURM for the tests where that is allowed: as root, with apt. Says so where it is not.
 set -euo pipefail
 packages=(slurmctld slurmd slurm-client munge iproute2)
-if command -v slurmctld slurmd sbatch munged ip >/dev/null; then exit 0; fi
+missing=""
+for program in slurmctld slurmd sbatch munged ip nsenter unshare; do command -v "$program" >/dev/null || missing+=" $program"; done
+if [ -z "$missing" ]; then exit 0; fi
 if [ "$(id -u)" != 0 ]; then
-  echo "tests/slurm: not root, so SLURM is not installed and its tests are skipped; as root: apt-get install ${packages[*]}"
+  echo "tests/slurm: not root, and$missing not installed, so SLURM is not there and its tests are skipped; as root: apt-get install ${packages[*]}"
 elif ! command -v apt-get >/dev/null; then
-  echo "tests/slurm: no apt-get, so SLURM is not installed and its tests are skipped"
+  echo "tests/slurm: no apt-get, and$missing not installed, so SLURM is not there and its tests are skipped"
 else
   log=$(mktemp)
   if { apt-get install -y --no-install-recommends "${packages[@]}" ||

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
@@ -78,6 +79,7 @@ def test_the_plan_of_every_script_adds_up(models: Callable[[str], str], script: 
     assert f"node{nodes} " in done.stdout
     assert f"node{nodes + 1} " not in done.stdout
     assert "loglinear" in done.stdout
+    assert re.search(r"memory of an actor GPU\s+│ \d+\.\d of 80 GB", done.stdout)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +101,7 @@ MISTAKES = {
         "ACTOR_NODES=2 x ACTOR_RANKS_PER_NODE=8 make 16 ranks, but TP=2 x PP=1 x CP=1 x DP=4 need 8; set DP=8",
     ),
     "too many GPUs": ({"REPLICAS_PER_NODE": "9"}, (), "ROLLOUT_TP=1 need 9 GPUs of a node, but GPUS_PER_NODE=8"),
+    "memory": ({"GPU_MEMORY_GB": "40"}, (), "actor: a rank of pipeline stage 0 needs"),
     "heads": ({"TP": "16", "DP": "1"}, (), "actor.tensor_parallel=16 does not divide"),
     "method": ({"METHOD": "ppo"}, (), "METHOD=ppo: sync, recompute or loglinear"),
     "number": ({"ACTOR_NODES": "two"}, (), "ACTOR_NODES=two: expected a whole number"),

@@ -107,11 +107,11 @@ def test_a_job_over_four_nodes_trains_as_a_run_on_one_machine_whatever_happens_b
 ) -> None:
     job = submit("lockstep", options=("--hold",))
     first_port = candidate_ports(int(job.number), 3)[0]
-    with Listener("a3po3", first_port + 2):  # where the first server would listen
+    with Listener(cluster.namespace(3), first_port + 2):  # where the first server would listen
         cluster.run("scontrol", "release", job.number)
         # Other jobs on the same nodes come and go meanwhile: one loses a rank, one is cancelled.
         failing = submit("failing", ROLLOUT_NODES="1", options=("--nodes=3",))
-        rank = failing.wait_for_ranks()[1]
+        (rank,) = (process for process in failing.wait_for_ranks() if _environment(process)["RANK"] == "1")
         rank.kill()
         killed = time.monotonic()
         assert failing.end(START_S) == "FAILED"
@@ -125,6 +125,7 @@ def test_a_job_over_four_nodes_trains_as_a_run_on_one_machine_whatever_happens_b
         cancelled.wait_for_ranks()
         cluster.run("scancel", cancelled.number)
         assert cancelled.end(60) == "CANCELLED"
+        wait_until(lambda: "failed: stopped by SIGTERM" in cancelled.output, 45, lambda: cancelled.output)
         wait_until(lambda: not cancelled.processes(), 45, lambda: f"still there: {cancelled.processes()}")
 
         assert job.end() == "COMPLETED", job.output
@@ -158,7 +159,7 @@ def test_status_shows_a_job_by_its_number(submit: Callable[..., Job], cluster: C
             (),
             "the job has 4 nodes, but ACTOR_NODES=2 + ROLLOUT_NODES=3 need 5; sbatch --nodes=5",
         ),
-        ({"GPUS_PER_NODE": "8"}, (), "GPUS_PER_NODE=8, but actor.device=cpu"),
+        ({"GPUS_PER_NODE": "8"}, (), "GPUS_PER_NODE=8, but the job has 0 a node"),
         ({"MIN_FREE_GB": "9000000"}, (), "MIN_FREE_GB=9e+06 are asked for"),
         ({"INTERFACE": "ib0"}, (), "INTERFACE=ib0: node1 has no such interface"),
     ],

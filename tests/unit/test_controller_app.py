@@ -8,6 +8,7 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
+from a3po_megatron import wire
 from a3po_megatron.controller.app import create_app
 from a3po_megatron.controller.loop import Controller
 from tests.fakes.fleet import FakeFleet
@@ -121,12 +122,33 @@ def test_a_body_that_is_not_the_message_is_422_and_names_the_field(tmp_path: Pat
     in_a_run(tmp_path, talk)
 
 
-def test_when_every_replica_lost_its_weights_the_actor_is_told_instead_of_waiting_for_ever(tmp_path: Path) -> None:
+def test_when_every_replica_lost_its_weights_the_actor_is_asked_to_publish_them_again(tmp_path: Path) -> None:
     async def talk(controller: Controller, client: httpx.AsyncClient) -> None:
         controller.parts.fleet.needs_publication = True  # type: ignore[misc]
         answer = await post(client, "/batch", version=0)
+        assert answer.status_code == 205
+        await publish(client, 0)
+        assert controller.version == 0
+        answer = await post(client, "/publish/begin", version=0, names=["w"], dtypes=["float32"], shapes=[[2, 3]])
+        assert answer.status_code == 409, "only when it is needed"
+
+    in_a_run(tmp_path, talk)
+
+
+def test_a_publication_that_broke_off_is_begun_again_and_only_that_one(tmp_path: Path) -> None:
+    async def talk(controller: Controller, client: httpx.AsyncClient) -> None:
+        manifest = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2, 3]]}
+        await register(client)
+        await next_batch(client, 0)
+        controller.parts.fleet.attempts_that_fail = 2  # type: ignore[attr-defined]
+        for attempt in range(3):
+            answer = await post(client, "/publish/begin", version=1, **manifest)
+            assert answer.status_code == 200, answer.text
+            answer = await post(client, "/publish/finish", version=1, time_s=0.1, bytes=24, error="a member died")
+            assert wire.decode(answer.content, dict)["again"] == (attempt < 2)
+            assert controller.version == (0 if attempt < 2 else 1)
+        answer = await post(client, "/publish/begin", version=1, **manifest)
         assert answer.status_code == 409
-        assert "every replica was restarted" in answer.json()["error"]
 
     in_a_run(tmp_path, talk)
 

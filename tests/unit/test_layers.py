@@ -33,6 +33,9 @@ WIRE_ENDS = {
     ("actor", f"{PACKAGE}.controller.link"),
     ("actor", f"{PACKAGE}.controller.messages"),
     ("actor", f"{PACKAGE}.rollout.buckets"),
+    ("actor", f"{PACKAGE}.rollout.nccl_group"),
+    ("actor", f"{PACKAGE}.rollout.rendezvous"),
+    ("actor", f"{PACKAGE}.rollout.transfer_group"),
     ("actor", f"{PACKAGE}.rollout.weight_sender"),
 }
 ENGINES = {"torch", "megatron", "vllm", "transformers"}

@@ -9,7 +9,7 @@ import pytest
 from a3po_megatron.config.schema import RolloutConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.evaluate.running_fleet import RunningFleet
-from a3po_megatron.rollout.client import ReplicaError
+from a3po_megatron.rollout.control import ReplicaError
 from a3po_megatron.rollout.sampling import SamplingSettings
 from tests.unit.rollout.fake_replica import FakeReplica
 

@@ -14,6 +14,7 @@ from a3po_megatron.launch.node_facts import NodeFacts, candidate_ports, check_fa
 
 GPU = NodeFacts(
     node="n1",
+    address="10.0.0.1",
     versions={"python": "3.12.1", "vllm": "0.32.0", "glibc": "2.36"},
     gpus=["NVIDIA H100 80GB HBM3"] * 8,
     driver="580.65.06",
@@ -21,7 +22,6 @@ GPU = NodeFacts(
     has_cuda_compat=False,
     sees_model=True,
     free_run_dir_bytes=10**12,
-    free_shm_bytes=10**11,
     free_ports=[10040, 10080],
 )
 
@@ -44,10 +44,11 @@ def test_the_first_ports_that_are_free_on_all_nodes_are_chosen() -> None:
             {"driver": "570.1"},
             "n2: driver 570.1 is too old for CUDA 13.0, which needs 580 or newer; put the folder of the cuda-compat",
         ),
+        ({"driver": "[N/A]"}, "n2: nvidia-smi names the driver '[N/A]'; it is not loaded or too old"),
         ({"cuda": ""}, "n2: torch is built without CUDA there"),
         ({"versions": {**GPU.versions, "vllm": "0.31.0"}}, "vllm is 0.32.0 on n1 but 0.31.0 on n2"),
         ({"versions": {**GPU.versions, "glibc": "2.31"}}, "glibc is 2.36 on n1 but 2.31 on n2"),
-        ({"free_ports": []}, "no 40 neighbouring ports are free on all of n1, n2"),
+        ({"free_ports": []}, "none of 25 places for the job's ports is free on all of n1, n2"),
     ],
 )
 def test_a_node_that_does_not_fit_is_named(changes: dict[str, object], says: str) -> None:
@@ -119,6 +120,23 @@ def test_gpus_and_driver_come_from_nvidia_smi(tmp_path: Path, monkeypatch: pytes
     program.write_text("#!/bin/sh\necho 'Driver/library version mismatch'\nexit 18\n")
     with pytest.raises(UserError, match="nvidia-smi failed: Driver/library version mismatch"):
         node_facts.look_around(str(tmp_path), tmp_path, 1, 1)
+
+
+def test_a_hung_nvidia_smi_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(node_facts, "NVIDIA_SMI_S", 0.2)
+    with pytest.raises(UserError, match="nvidia-smi did not answer"):
+        node_facts.look_around(str(tmp_path), tmp_path, 1, 1)
+
+
+def test_cuda_compat_is_a_driver_library_in_the_search_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{tmp_path}/compat:{tmp_path}")
+    assert not node_facts.look_around(str(tmp_path), tmp_path, 1, 1).has_cuda_compat
+    (tmp_path / "libcuda.so.1").touch()
+    assert node_facts.look_around(str(tmp_path), tmp_path, 1, 1).has_cuda_compat
 
 
 def test_facts_travel_whole(tmp_path: Path) -> None:

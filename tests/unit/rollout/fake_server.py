@@ -24,13 +24,23 @@ CHOICE = {
     "finish_reason": "length",
     "weight_versions": [{"version": "0", "start": 0, "end": 2}],
 }
+METRICS = "".join(
+    f'vllm:{name}{{engine="0"}} 0.0\n'
+    for name in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "num_preemptions_total",
+        "prompt_tokens_total",
+        "generation_tokens_total",
+    )
+)
 
 
 class Handler(BaseHTTPRequestHandler):
     """Answers every request with what readiness needs."""
 
     def do_GET(self) -> None:
-        self._answer(json.dumps({"world_size": 1}))
+        self._answer(METRICS if self.path == "/metrics" else json.dumps({"world_size": 1}))
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))

@@ -23,11 +23,15 @@ def random_tensors(specs: tuple[TensorSpec, ...]) -> list[tuple[str, torch.Tenso
 def test_every_tensor_travels_exactly_once_in_order_and_bit_for_bit(specs, bucket_bytes):
     sent = random_tensors(specs)
     stream = iter(sent)
-    buffer = torch.full((10_000,), 255, dtype=torch.uint8)
+    buffer = torch.full((10_000,), 255, dtype=torch.uint8)  # what was there before must not count
     received = []
-    for bucket in buckets.plan(specs, bucket_bytes):
-        flat = buckets.pack(bucket, stream, buffer).clone()
-        assert flat.numel() == bucket.num_bytes
+    for number, bucket in enumerate(buckets.plan(specs, bucket_bytes)):
+        flat = buckets.pack(bucket, stream, buffer)
+        buckets.seal(bucket, flat, 3, number)
+        flat = flat.clone()
+        buffer.fill_(77)
+        assert flat.numel() == bucket.wire_bytes < bucket.num_bytes + buckets.ALIGNMENT + buckets.SEAL_BYTES
+        buckets.check_seal(bucket, flat, 3, number)
         assert bucket.num_bytes <= bucket_bytes or len(bucket.specs) == 1
         received += list(buckets.unpack(bucket, flat))
     assert [name for name, _ in received] == [spec.name for spec in specs]
@@ -75,13 +79,36 @@ def test_a_tensor_other_than_the_announced_one_is_refused(given_tensor):
         buckets.pack(bucket, stream, torch.empty(100, dtype=torch.uint8))
 
 
-def test_one_flipped_bit_or_another_version_is_noticed():
-    flat = torch.arange(100, dtype=torch.uint8)
-    sent = buckets.trailer(buckets.add_to_checksum(0, flat), version=3)
-    buckets.check_trailer(sent, buckets.add_to_checksum(0, flat), version=3)
-    flat[50] ^= 1
-    with pytest.raises(ValueError, match="damaged"):
-        buckets.check_trailer(sent, buckets.add_to_checksum(0, flat), version=3)
-    flat[50] ^= 1
+def sealed(num_words: int) -> tuple[buckets.Bucket, torch.Tensor]:
+    spec = TensorSpec("a", "float32", (num_words,))
+    (bucket,) = buckets.plan([spec], 1)
+    flat = buckets.pack(bucket, iter(random_tensors((spec,))), torch.empty(bucket.wire_bytes, dtype=torch.uint8))
+    buckets.seal(bucket, flat, version=3, number=0)
+    return bucket, flat
+
+
+@pytest.mark.parametrize("num_words", [1, 100, 5000])
+def test_a_flipped_bit_a_shift_or_a_hole_is_noticed(num_words):
+    bucket, flat = sealed(num_words)
+    buckets.check_seal(bucket, flat, 3, 0)
+    places = range(0, 4 * num_words, max(1, num_words // 30))
+    for place in places:
+        flat[place] ^= 1 << place % 8
+        with pytest.raises(ValueError, match="bucket 1 of version 3 arrived damaged"):
+            buckets.check_seal(bucket, flat, 3, 0)
+        flat[place] ^= 1 << place % 8
+    if num_words > 1:
+        body = flat[: bucket.num_bytes].clone()
+        for damaged in (body.roll(8), body.roll(8192), torch.cat([body[:160], torch.zeros_like(body[160:])])):
+            flat[: bucket.num_bytes] = damaged
+            if not torch.equal(damaged, body):
+                with pytest.raises(ValueError, match="damaged"):
+                    buckets.check_seal(bucket, flat, 3, 0)
+
+
+def test_another_version_or_another_bucket_is_noticed():
+    bucket, flat = sealed(10)
     with pytest.raises(ValueError, match="expected weights of version 4, the sender sent version 3"):
-        buckets.check_trailer(sent, buckets.add_to_checksum(0, flat), version=4)
+        buckets.check_seal(bucket, flat, 4, 0)
+    with pytest.raises(ValueError, match="expected bucket 3 of version 3, bucket 1 came"):
+        buckets.check_seal(bucket, flat, 3, 2)

@@ -12,10 +12,9 @@ from a3po_megatron.rollout.client import (
     NO_LOGPROB,
     PartialGeneration,
     ReplicaClient,
-    ReplicaError,
-    RequestRefused,
-    spread_versions,
 )
+from a3po_megatron.rollout.control import ReplicaError, RequestRefused
+from a3po_megatron.rollout.messages import Span, spread_versions
 from a3po_megatron.rollout.sampling import SamplingSettings
 from tests.unit.rollout.fake_replica import FakeReplica
 
@@ -78,7 +77,7 @@ def test_a_response_goes_on_after_the_tokens_it_has():
     ("choices", "reason"),
     [
         ([piece(5)], "ended before the response did"),
-        ([piece(5, finish_reason="abort", weight_versions=spans(("0", 0, 1)))], "ended with 'abort'"),
+        ([piece(5, finish_reason="error", weight_versions=spans(("0", 0, 1)))], "ended with 'error'"),
         ([piece(5, finish_reason="length", weight_versions=spans(("0", 0, 1)))], "4 were asked for"),
         ([piece(5, finish_reason="stop", weight_versions=None)], "cover 0 of 1 tokens"),
         ([piece(5, finish_reason="stop", weight_versions=spans(("default", 0, 1)))], "spans are not usable"),
@@ -94,15 +93,15 @@ def test_an_answer_that_cannot_be_trusted_is_an_error_that_names_the_server(choi
 
 
 def test_gaps_between_spans_are_refused():
-    with pytest.raises(ReplicaError, match="not usable"):
-        spread_versions(spans(("0", 0, 1), ("1", 2, 3)), 3, "r0")
+    with pytest.raises(ValueError, match="not usable"):
+        spread_versions([Span("0", 0, 1), Span("1", 2, 3)], 3)
 
 
 def test_http_errors_tell_a_bad_request_from_a_bad_server():
     with pytest.raises(RequestRefused, match="answered 400"):
         asyncio.run(answering(status=400).generate([2], SAMPLING, "r"))
     with pytest.raises(ReplicaError, match="answered 503") as error:
-        asyncio.run(answering(status=503).pause(rebuild_kv=True))
+        asyncio.run(answering(status=503).pause("keep", clear_cache=True))
     assert not isinstance(error.value, RequestRefused)
 
 

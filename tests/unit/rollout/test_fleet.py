@@ -4,37 +4,10 @@ import asyncio
 
 import pytest
 
-from a3po_megatron.config.schema import RolloutConfig
-from a3po_megatron.rollout.client import PartialGeneration, ReplicaError
-from a3po_megatron.rollout.fleet import Fleet
+from a3po_megatron.rollout.client import PartialGeneration
+from a3po_megatron.rollout.control import ReplicaError
 from a3po_megatron.rollout.publication import PublicationError
-from a3po_megatron.rollout.sampling import SamplingSettings
-from tests.unit.rollout.fake_replica import FakeReplica
-
-MANIFEST = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2]]}
-SAMPLING = SamplingSettings(temperature=1.0, max_tokens=20)
-
-
-class Setup:
-    """A fleet and its fake replicas."""
-
-    def __init__(self, tmp_path, *names: str, **config) -> None:
-        self.calls: list[str] = []
-        self.replicas = {name: FakeReplica(name, self.calls) for name in names}
-        settings = {"startup_timeout_s": 0.3, "request_timeout_s": 5.0, "control_timeout_s": 1.0} | config
-        self.fleet = Fleet(
-            RolloutConfig(**settings),
-            "secret",
-            tmp_path / "rendezvous",
-            make_transport=lambda url: self.replicas[url.removeprefix("http://")],
-        )
-
-    async def register(self, *names: str, world_size: int = 1) -> list[str]:
-        return [(await self.fleet.register(name, f"http://{name}", world_size))["state"] for name in names]
-
-    async def publish(self, version: int) -> dict:
-        begun = await self.fleet.begin_publication(version, MANIFEST)
-        return begun | await self.fleet.finish_publication(version)
+from tests.unit.rollout.fleet_of_fakes import MANIFEST, SAMPLING, Setup
 
 
 def test_a_publication_pauses_all_then_updates_then_finishes_all_then_resumes(tmp_path):
@@ -73,7 +46,6 @@ def test_ranks_follow_the_actor_in_member_order(tmp_path):
 
     setup, begun = asyncio.run(run())
     assert begun["rendezvous"]["world_size"] == 5
-    assert begun["rendezvous"]["rank"] == 0
     assert [setup.replicas[name].joins[0]["first_rank"] for name in "abc"] == [1, 3, 4]
     assert {setup.replicas[name].joins[0]["store"] for name in "abc"} == {begun["rendezvous"]["store"]}
 
@@ -118,7 +90,7 @@ def test_a_late_joiner_answers_only_after_a_publication(tmp_path):
         assert not setup.replicas["late"].requests
         await setup.publish(2)
         assert await setup.register("late") == ["current"]
-        await asyncio.gather(*[setup.fleet.generate([1], SAMPLING, f"later{i}") for i in range(4)])
+        await asyncio.gather(*[setup.fleet.generate([2 + i], SAMPLING, f"later{i}") for i in range(4)])
         return setup
 
     setup = asyncio.run(run())
@@ -144,7 +116,7 @@ def test_requests_go_to_the_least_loaded_replica(tmp_path):
     async def run():
         setup = Setup(tmp_path, "a", "b", "c")
         await setup.register("a", "b", "c")
-        await asyncio.gather(*[setup.fleet.generate([1], SAMPLING, f"r{i}") for i in range(9)])
+        await asyncio.gather(*[setup.fleet.generate([i], SAMPLING, f"r{i}") for i in range(9)])
         return [len(replica.requests) for replica in setup.replicas.values()]
 
     assert asyncio.run(run()) == [3, 3, 3]
@@ -203,15 +175,79 @@ def test_a_publication_that_reaches_nobody_changes_no_version(tmp_path):
         setup = Setup(tmp_path, "a", "b")
         await setup.register("a")
         setup.replicas["a"].broken.add("/update_weights")
-        with pytest.raises(PublicationError, match=r"version 1 reached no replica: .*is broken"):
-            await setup.publish(1)
+        outcome = await setup.publish(1)
+        assert outcome["again"]
+        assert "is broken" in outcome["failed"]["a"]
         assert setup.fleet.version == 0
-        with pytest.raises(PublicationError, match=r"version 1 waited 0.3 s for a replica"):
+        with pytest.raises(PublicationError, match=r"version 1 waited 0.3 s for a replica; .*is broken"):
             await setup.publish(1)
         await setup.register("b")
         return await setup.publish(1)
 
-    assert asyncio.run(run())["members"] == ["b"]
+    outcome = asyncio.run(run())
+    assert (outcome["members"], outcome["again"]) == (["b"], False)
+
+
+def test_weights_that_no_replica_takes_end_the_publication_at_the_third_attempt(tmp_path):
+    async def run():
+        setup = Setup(tmp_path, *"abc")
+        for name in "ab":
+            await setup.register(name)
+            setup.replicas[name].broken.add("/update_weights")
+            assert (await setup.publish(1))["again"]
+        await setup.register("c")
+        setup.replicas["c"].broken.add("/update_weights")
+        with pytest.raises(PublicationError, match=r"version 1 reached no replica in 3 attempts: .*is broken"):
+            await setup.publish(1)
+
+    asyncio.run(run())
+
+
+def test_survivors_of_a_broken_group_stay_paused_and_are_filled_under_a_new_epoch(tmp_path):
+    async def run():
+        setup = Setup(tmp_path, "a", "b", "c")
+        await setup.register("a", "b", "c")
+        setup.replicas["a"].breaks = "/update_weights"
+        setup.replicas["b"].broken.add("/update_weights")
+        first = await setup.publish(1)  # c has got everything before the group broke
+        resumed = [call for call in setup.calls if call.endswith("/resume")]
+        second = await setup.publish(1)
+        return setup, first, resumed, second
+
+    setup, first, resumed, second = asyncio.run(run())
+    assert first["again"]
+    assert not resumed
+    assert "is broken" in first["failed"]["b"]
+    assert second["epoch"] == first["epoch"] + 1
+    assert sorted(second["members"]) == ["a", "c"]
+    assert [len(setup.replicas[name].updates) for name in "ac"] == [1, 1]
+    assert setup.replicas["a"].version == setup.replicas["c"].version == "1"
+    assert setup.fleet.version == 1
+
+
+def test_an_nccl_group_is_asked_for_an_id_once_an_epoch(tmp_path):
+    async def run():
+        setup, wanted = Setup(tmp_path, "a", "b"), []
+        await setup.register("a")
+
+        async def publish(version: int) -> dict:
+            plan = await setup.fleet.begin_publication(version, MANIFEST, "nccl")
+            wanted.append(plan["unique_id_wanted"])
+            if plan["unique_id_wanted"]:
+                plan = await setup.fleet.begin_publication(version, MANIFEST, "nccl", f"id{version}")
+                assert not plan["unique_id_wanted"]
+            return await setup.fleet.finish_publication(version)
+
+        await publish(1)
+        await publish(2)
+        await setup.register("b")
+        await publish(3)
+        return setup, wanted
+
+    setup, wanted = asyncio.run(run())
+    assert wanted == [True, False, True]
+    assert [join["unique_id"] for join in setup.replicas["a"].joins] == ["id1", "id3"]
+    assert {join["transfer"] for join in setup.replicas["b"].joins} == {"nccl"}
 
 
 def test_a_replica_that_dies_while_it_receives_ends_the_wait_for_it(tmp_path):
@@ -227,8 +263,7 @@ def test_a_replica_that_dies_while_it_receives_ends_the_wait_for_it(tmp_path):
         await setup.fleet.begin_publication(1, MANIFEST)
         await setup.fleet.deregister("a", "killed by SIGKILL")
         async with asyncio.timeout(2):
-            with pytest.raises(PublicationError, match="reached no replica"):
-                await setup.fleet.finish_publication(1)
+            assert (await setup.fleet.finish_publication(1))["again"]
 
     asyncio.run(run())
 

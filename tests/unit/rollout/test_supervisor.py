@@ -1,7 +1,9 @@
 """The supervisor as a process, with stand-ins for vLLM and the controller: restarts, exit codes, nothing left over."""
 
+import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from a3po_megatron.rollout.server import shared_memory_of
+from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.errors import UserError
+from a3po_megatron.rollout.server import free_port, shared_memory_of
 from tests.fake_controller import FakeController
 
 RUN_SUPERVISOR = Path(__file__).with_name("run_supervisor.py")
@@ -118,6 +122,48 @@ def test_a_killed_server_is_reported_restarted_and_registered_under_a_new_name(s
     assert len(running.look()) == PROCESSES, "the child of the killed server is gone too"
     running.process.terminate()
     assert running.wait() == 0
+
+
+def test_a_stopped_server_is_found_killed_and_replaced(start, controller):
+    running = start("good", "rollout.stall_timeout_s=1")
+    controller.wait(lambda: "n-0.0" in controller.registered, DEADLINE_S)
+    running.look()
+    (server,) = psutil.Process(running.process.pid).children()
+    server.suspend()
+    controller.wait(lambda: "n-0.1" in controller.registered, DEADLINE_S)
+    assert "does not answer: replica n-0.0 at" in controller.deregistered["n-0.0"]
+    assert "no answer to 'health' within 1 s" in controller.deregistered["n-0.0"]
+    assert not server.is_running()
+    running.process.terminate()
+    assert running.wait() == 0
+
+
+def test_a_port_that_is_taken_at_the_start_is_a_wrong_setting(start):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        running = start("good", f"rollout.base_port={port}")
+        assert running.wait() == 2
+    assert f"rollout.base_port={port}: 127.0.0.1:{port} cannot be used for server 0" in running.last_line
+
+
+def test_a_port_that_is_taken_at_a_restart_is_waited_for():
+    async def run() -> tuple[int, int]:
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            other.listen()
+            port = other.getsockname()[1]
+            config = RolloutConfig(base_port=port)
+            with pytest.raises(UserError, match="cannot be used for server 0"):
+                await free_port(config, 0, wait_s=0.0)
+            waiting = asyncio.create_task(free_port(config, 0, wait_s=30.0))
+            await asyncio.sleep(0.5)
+            assert not waiting.done()
+        return port, await waiting
+
+    port, found = asyncio.run(run())
+    assert found == port
 
 
 def test_a_server_that_the_controller_dropped_is_restarted(start, controller):
