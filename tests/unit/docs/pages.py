@@ -26,7 +26,7 @@ class Command:
     words: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.page}: {' '.join(self.words)}"
+        return f"{self.page}: {' '.join([*(f'{name}={value}' for name, value in self.variables.items()), *self.words])}"
 
 
 def commands() -> Iterator[Command]:
@@ -34,6 +34,9 @@ def commands() -> Iterator[Command]:
     for page in PAGES:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
         lines = [line for block in blocks(text, "") for line in block.splitlines()]
+        if short := re.search(r'^C="(.+)"$', text, re.MULTILINE):
+            text = text.replace("$C", short[1])
+        lines += [line for block in blocks(text, "sh") for line in block.splitlines()]
         lines += re.findall(r"^    (.+)", text, re.MULTILINE)
         lines += [" ".join(code.split()) for code in re.findall(r"(?<!`)`((?:python|torchrun|make) [^`]+)`", text)]
         for line in lines:
@@ -44,13 +47,15 @@ def commands() -> Iterator[Command]:
 
 def _command(page: str, line: str) -> Command | None:
     try:
-        words = shlex.split(line, comments=True)
+        words = shlex.split(re.sub(r" \|[^\]]*\]", "]", line), comments=True)  # of alternatives the first
     except ValueError:  # a picture or a sentence
         return None
     variables = {}
     while words and re.match(r"[A-Z]\w*=", words[0]):
         name, _, variables[name] = words.pop(0).partition("=")
-    words = [word.removeprefix("[") if word.startswith("[") else word for word in words if word not in ("...", "...]")]
+    words = [
+        word.removeprefix("[") if word.startswith("[") else word for word in words if word not in ("...", "...]", "|")
+    ]
     words = [word.removesuffix("]") if word.count("]") > word.count("[") else word for word in words]
     return Command(page, variables, tuple(words)) if words else None
 
@@ -75,7 +80,7 @@ def anchors(text: str) -> set[str]:
 def settings(text: str) -> set[str]:
     """Return the dotted names of settings, such as `run.dir`, wherever they stand on a page."""
     names = re.findall(rf"(?<![\w./\-])((?:{'|'.join(SECTIONS)})(?:\.\w+)+)", text)
-    return {name for name in names if not re.search(r"\.(py|sh|md|yaml|safetensors)$", name)}
+    return {name for name in names if not re.search(r"^model\.layers|\.(py|sh|md|yaml|safetensors)$", name)}
 
 
 def exists(name: str) -> bool:
@@ -85,12 +90,10 @@ def exists(name: str) -> bool:
         if get_origin(where) is dict:  # sections by name: any name will do
             where = get_args(where)[1]
             continue
-        fields = (
-            {field.name: field.type for field in dataclasses.fields(where)} if dataclasses.is_dataclass(where) else {}
-        )
-        if part not in fields and not (dataclasses.is_dataclass(where) and hasattr(where, part)):
+        fields = getattr(where, "__dataclass_fields__", {})
+        if part not in fields and not isinstance(getattr(where, part, None), property):
             return False
-        where = fields.get(part)  # a property has no parts
+        where = fields[part].type if part in fields else None
     return True
 
 

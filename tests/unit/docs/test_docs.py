@@ -22,6 +22,11 @@ SCHEMAS: dict[str, Any] = {"evaluate": EvaluateConfig, "pretrain": PretrainConfi
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
+def each_command(part: str) -> pytest.MarkDecorator:
+    """Run a test for each command that has `part` in it."""
+    return pytest.mark.parametrize("text", [text for text in COMMANDS if part in text], ids=lambda text: text[:90])
+
+
 class Parsed(BaseException):
     """A script has read its command line; it is not to go on."""
 
@@ -87,7 +92,7 @@ def test_the_layers_on_the_page_are_those_that_are_tested() -> None:
     assert [set(line.split("  ")[0].split(", ")) for line in table.splitlines()] == ORDER
 
 
-@pytest.mark.parametrize("text", [text for text in COMMANDS if "python" in text])
+@each_command("python")
 def test_every_python_command_parses_and_its_settings_load(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     command = BY_TEXT[text]
     words = [{"N": "4"}.get(word, word) for word in command.words[1:]]
@@ -121,7 +126,7 @@ def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.Namespa
     return parsed.value.args[0]
 
 
-@pytest.mark.parametrize("text", [text for text in COMMANDS if "slurm/" in text])
+@each_command("slurm/")
 def test_every_job_of_a_page_exists_with_its_variables_and_settings(text: str) -> None:
     command = BY_TEXT[text]
     variables = (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8")
@@ -134,7 +139,7 @@ def test_every_job_of_a_page_exists_with_its_variables_and_settings(text: str) -
         load_config(TrainConfig, ROOT / config, [word for word in arguments if word != "--dry-run"])
 
 
-@pytest.mark.parametrize("text", [text for text in COMMANDS if ": make " in text])
+@each_command(": make ")
 def test_every_target_of_make_exists(text: str) -> None:
     targets = {word for word in BY_TEXT[text].words[1:] if "=" not in word}
     makefile = (ROOT / "Makefile").read_text()
