@@ -6,6 +6,7 @@ describes it, `checkpoint_folder.py` its life, `checkpoint_writer.py` how it is 
 
 import io
 import json
+import re
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,7 +73,7 @@ def _load(actor: Actor, folder: Path) -> tuple[dict[str, Any], str | None]:
             state, left, absent = dist_checkpointing.load(
                 checkpoint_state(actor, is_loading=True, step=0), str(folder), strict=StrictHandling.RETURN_ALL
             )
-        left = {name for name in left if not _is_extra_state(name)}  # in the checkpoint, of no use here
+        left, absent = ({name for name in names if not _is_extra_state(name)} for names in (left, absent))
         if left or absent:
             names = [f"{what} {min(some)}" for what, some in (("it lacks", absent), ("it also holds", left)) if some]
             raise UserError(f"{folder}: the checkpoint does not fit the model: {' and '.join(names)}")
@@ -134,11 +135,11 @@ def first_reason(reason: str | None) -> str | None:
     return bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
-def _layout(actor: Actor) -> dict[str, int]:
-    """Return what two runs must share for their ranks to hold the same shards."""
+def _layout(actor: Actor) -> dict[str, Any]:
+    """Return what two runs must share for their ranks to hold the same shards, and random states of the same kind."""
     settings = actor.settings
     names = ("tensor", "pipeline", "virtual_pipeline", "context", "data", "expert", "expert_tensor")
-    return {name: getattr(settings, f"{name}_parallel") for name in names}
+    return {name: getattr(settings, f"{name}_parallel") for name in names} | {"device": actor.device.type}
 
 
 def _form(actor: Actor) -> dict[str, Any]:
@@ -183,7 +184,7 @@ def _forget_frames(error: BaseException | None) -> None:
 
 def _is_extra_state(name: str) -> bool:
     """Whether Transformer Engine keeps this for its 8-bit recipes; a checkpoint is the same with and without it."""
-    return name.endswith("_extra_state")
+    return re.search(r"_extra_state\d*$", name) is not None  # numbered where one layer holds several experts
 
 
 def _without_extra_state(entries: dict[str, Any]) -> dict[str, Any]:
@@ -191,13 +192,18 @@ def _without_extra_state(entries: dict[str, Any]) -> dict[str, Any]:
 
 
 def _use_todays_settings(entry: Any, settings: OptimizerConfig) -> None:
-    """Overwrite the settings in loaded parameter groups; megatron would look for groups of the old ones and fail."""
+    """Overwrite the settings in loaded parameter groups; megatron would look for groups of the old ones and fail.
+
+    `step`, which torch's AdamW leaves as a float, becomes the integer that Transformer Engine's asks for.
+    """
     if not isinstance(entry, dict):
         return
     for group in entry.get("param_groups", []):
         group.update(
             max_lr=settings.lr, min_lr=settings.min_lr, betas=(settings.beta1, settings.beta2), eps=settings.eps
         )
+        if "step" in group:
+            group["step"] = int(group["step"])
     for part in entry.values():
         _use_todays_settings(part, settings)
 

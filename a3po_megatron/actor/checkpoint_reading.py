@@ -3,7 +3,7 @@
 megatron-core 0.19.2 and torch read three kinds of pickle from a checkpoint's folder:
 
 1. `.metadata` by `pickle.load` (torch/distributed/checkpoint/filesystem.py): here by an unpickler that knows the few classes
-   that torch and megatron write there, and calls nothing else;
+   that torch and megatron write there, calls nothing else, and fills only what it has made of them;
 2. objects in `*.distcp`, megatron's `common_state` among them, by `torch.load(weights_only=False)`
    (torch/distributed/checkpoint/default_planner.py): here with `weights_only=True`;
 3. tensors in `*.distcp`, by `torch.load(weights_only=True)`, which is left as it is.
@@ -17,9 +17,9 @@ import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -58,7 +58,10 @@ ALLOWED = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
+_PythonUnpickler: Any = pickle._Unpickler  # whose steps can be checked, unlike those of the one in C
+
+
+class _Unpickler(_PythonUnpickler):
     def __init__(self, path: Path, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
         self.path = path
@@ -70,6 +73,18 @@ class _Unpickler(pickle.Unpickler):
                 "do not load this folder unless you know who wrote it"
             )
         return super().find_class(module, name)
+
+    def load_build(self) -> None:
+        """Set the attributes of an object just made; those of a class, function or constant are the whole process's."""
+        target = self.stack[-2]
+        if isinstance(target, type) or not is_dataclass(target):
+            raise UserError(
+                f"{self.path}: refused: it would change {target!r}, which is not of the checkpoint; "
+                "do not load this folder unless you know who wrote it"
+            )
+        super().load_build()
+
+    dispatch: ClassVar = {**_PythonUnpickler.dispatch, pickle.BUILD[0]: load_build}
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -88,7 +103,7 @@ def read_metadata(folder: Path) -> Metadata:
     except Exception as error:  # a pickle of nonsense can raise anything
         raise UserError(f"{path}: damaged metadata of a checkpoint ({type(error).__name__})") from error
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or Path(name).name != name or name == "..":
             raise UserError(f"{path}: refused: it names the file {name!r}, which is not in the checkpoint's folder")
     return metadata
 

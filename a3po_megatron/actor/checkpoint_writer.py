@@ -9,7 +9,8 @@ writer behind that could touch the folder of the next run.
 
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -35,6 +38,7 @@ from a3po_megatron.checkpoint_folder import begin_folder, finish_folder, incompl
 from a3po_megatron.config.schema import RunConfig
 from a3po_megatron.errors import UserError
 
+WRITE_SHARE = 0.8  # of actor.timeout_s: a rank that is still writing says so before those who wait for it give up
 # of megatron: path, name in the metadata, (objects, tensors), both with the items of the plan that they are
 WriteBucket = tuple[str, str, tuple[list[Any], list[tuple[Any, torch.Tensor]]]]
 
@@ -79,8 +83,24 @@ class CheckpointWriter:
         save, self._pending = self._pending, None
         save.finish(self.actor.settings.timeout_s)
         if dist.get_rank() == 0:
-            prune(self.root, self.run.keep_last, self.run.keep_every)
+            try:
+                prune(self.root, self.run.keep_last, self.run.keep_every)
+            except OSError as error:  # a file still open on a network file system, say: tried again after the next save
+                print(f"note: {self.root}: not every old checkpoint could be deleted: {one_line(error)}", flush=True)
         dist.barrier()
+
+    @contextmanager
+    def finished_before(self, *errors: type[Exception]) -> Iterator[None]:
+        """Finish the pending save before one of `errors`, which every rank raises alike, leaves the block."""
+        try:
+            yield
+        except errors:
+            try:
+                self.finish()
+            except UserError as error:
+                if dist.get_rank() == 0:
+                    print(f"note: {error}", flush=True)
+            raise
 
 
 def save_checkpoint(actor: Actor, root: Path, step: int, objective: Mapping[str, float] | None = None) -> Path:
@@ -103,19 +123,24 @@ class _Save:
 
         Raises UserError with the reason of the first rank that failed.
         """
-        self.thread.join(timeout_s)
+        self.thread.join(WRITE_SHARE * timeout_s)
         if self.thread.is_alive():
-            self.failures.append(f"not written within actor.timeout_s={timeout_s}")
+            self.failures.append(f"not written within {WRITE_SHARE:.0%} of actor.timeout_s={timeout_s}")
         _raise_first(self.folder, self.failures)
-        for function in self.request.finalize_fns:
-            function()
+        # The second writes metadata.json and then waits for all ranks, also where rank 0 could not write it: done here instead.
+        gather_and_write_metadata, _ = self.request.finalize_fns
         failures: list[str] = []
-        if dist.get_rank() == 0:
-            try:
+        try:
+            with _kept_errors_of_metadata(failures):
+                gather_and_write_metadata()
+            if dist.get_rank() == 0 and not failures:
+                save_config(CheckpointingConfig("torch_dist", 1), str(self.folder))
                 _check_shared(self.folder)
                 finish_folder(self.folder, self.step)
-            except (OSError, UserError) as error:
-                failures.append(str(error))
+        except UserError as error:
+            failures.append(str(error))
+        except Exception as error:
+            failures.append(one_line(root_cause(error)))
         _raise_first(self.folder, failures)
 
 
@@ -132,8 +157,7 @@ def _begin(actor: Actor, root: Path, step: int, objective: Mapping[str, float], 
     # on every rank (several seconds, and left over when a rank is killed).
     results: queue.Queue[Any] = queue.Queue()
     filesystem_async._results_queue = results
-    state = checkpoint_state(actor, is_loading=False, step=step)
-    request = dist_checkpointing.save(state, str(folder), async_sharded_save=True, async_strategy="mcore")
+    request = _plan(checkpoint_state(actor, is_loading=False, step=step), folder)
     try:
         write_own_files(folder, objective)
     except OSError as error:
@@ -142,6 +166,26 @@ def _begin(actor: Actor, root: Path, step: int, objective: Mapping[str, float], 
     thread = threading.Thread(target=_write, args=(request, buckets, results, failures), name="checkpoint", daemon=True)
     thread.start()
     return _Save(step, folder, request, failures, thread)
+
+
+def _plan(state: dict[str, Any], folder: Path) -> AsyncRequest:
+    """Let megatron check that the ranks together hold every shard once, and plan who writes what."""
+    failures = []
+    try:
+        save_preprocess(
+            state
+        )  # by itself first: only rank 0 compares, and the others would go on into the next collective
+    except Exception as error:
+        failures.append(one_line(error))
+    _raise_first(folder, failures)
+    try:
+        request = dist_checkpointing.save(
+            state, str(folder), validate_access_integrity=False, async_sharded_save=True, async_strategy="mcore"
+        )
+    except Exception as error:
+        failures.append(one_line(root_cause(error)))
+    _raise_first(folder, failures)
+    return request
 
 
 def _snapshot(request: AsyncRequest, copy: bool) -> list[WriteBucket]:
@@ -160,14 +204,39 @@ def _write(
 ) -> None:
     """Write this rank's files. In a thread of its own; what goes wrong is put into `failures`."""
     written = {}
-    for index, bucket in enumerate(buckets):
-        transforms = request.async_fn.args[0]  # as megatron's own loop over buckets, which keeps the error to itself
-        _, outcome = FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, None, None, use_fsync=True)
-        if isinstance(outcome, Exception):
-            failures.append(one_line(root_cause(outcome)))
-        written[index] = outcome
+    try:
+        for index, bucket in enumerate(buckets):
+            transforms = request.async_fn.args[
+                0
+            ]  # as megatron's own loop over buckets, which keeps the error to itself
+            _, outcome = FileSystemWriterAsync.write_preloaded_data(
+                transforms, index, bucket, None, None, use_fsync=True
+            )
+            if isinstance(outcome, Exception):
+                raise outcome
+            written[index] = outcome
+    except Exception as error:
+        failures.append(one_line(root_cause(error)))
     if buckets:
         results.put(written)
+
+
+@contextmanager
+def _kept_errors_of_metadata(failures: list[str]) -> Iterator[None]:
+    """Let rank 0, which writes `.metadata`, note an error and stay in step with the ranks that wait for it."""
+    finish = FileSystemWriterAsync.finish
+
+    def finish_or_note(*args: Any) -> None:
+        try:
+            finish(*args)
+        except OSError as error:
+            failures.append(one_line(error))
+
+    FileSystemWriterAsync.finish = finish_or_note
+    try:
+        yield
+    finally:
+        FileSystemWriterAsync.finish = finish
 
 
 def _raise_first(folder: Path, failures: Sequence[str]) -> None:

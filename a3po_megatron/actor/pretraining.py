@@ -16,6 +16,7 @@ from a3po_megatron.actor.actor import Actor, StepReport
 from a3po_megatron.actor.checkpoint import load_checkpoint
 from a3po_megatron.actor.checkpoint_writer import CheckpointWriter
 from a3po_megatron.actor.export import export_hf_folder
+from a3po_megatron.actor.nonfinite import NonFiniteError
 from a3po_megatron.batching.packing import TokenSequence
 from a3po_megatron.checkpoint_folder import newest_complete
 from a3po_megatron.config.load import save_run_record
@@ -43,7 +44,8 @@ def pretrain(config: PretrainConfig, shape: ModelShape) -> float:
         print(f"actor: {actor.kernels.describe()}", flush=True)
         log.open(first)
     for step in range(first, config.run.num_steps):
-        report = actor.train_step(draw_batch(train, config.batch_size, config.run.seed, step), loss)
+        with writer.finished_before(NonFiniteError):
+            report = actor.train_step(draw_batch(train, config.batch_size, config.run.seed, step), loss)
         done = step + 1
         writer.poll()
         evaluate_now = config.eval_every and done % config.eval_every == 0

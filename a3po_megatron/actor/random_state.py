@@ -25,7 +25,8 @@ def collect_random_state() -> dict[str, Any]:
 def restore_random_state(state: dict[str, Any], *, with_tracker: bool) -> None:
     """Set the states as `collect_random_state` returned them.
 
-    Without the tracker, whose states differ from rank to rank and so fit one layout only, megatron's stays as the seed set it.
+    Without the tracker, whose states differ from rank to rank and by the kind of device, and so fit one layout only, megatron's
+    stays as the seed set it.
     """
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))

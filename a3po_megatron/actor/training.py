@@ -19,6 +19,7 @@ from a3po_megatron.actor.batch_step import BatchStep, Row
 from a3po_megatron.actor.checkpoint_writer import CheckpointWriter
 from a3po_megatron.actor.control import ControlGroup, longest_wait_s
 from a3po_megatron.actor.export import export_hf_folder
+from a3po_megatron.actor.nonfinite import NonFiniteError
 from a3po_megatron.actor.publish import PublicationLink, Publisher
 from a3po_megatron.config.model_shape import ModelShape
 from a3po_megatron.config.schema import TrainConfig
@@ -56,9 +57,11 @@ def train(config: TrainConfig, shape: ModelShape, link: Link | None) -> int:
     clock = Stopwatch()
     while (batch := _next_batch(control, link, publisher, version)) is not None:
         wait_s = clock.lap_s()
-        metrics = batch_step.train(batch, version)
+        with writer.finished_before(NonFiniteError):
+            metrics = batch_step.train(batch, version)
         writer.poll()
-        if config.run.checkpoint_every and (version + 1) % config.run.checkpoint_every == 0:
+        is_due = config.run.checkpoint_every and (version + 1) % config.run.checkpoint_every == 0
+        if is_due and has_stepped(actor):
             writer.save(version + 1, batch_step.state())
         clock.lap_s()
         waited_s = publisher.publish(version + 1)
@@ -67,8 +70,7 @@ def train(config: TrainConfig, shape: ModelShape, link: Link | None) -> int:
             link.report_step(version, version, {**metrics, **times})
         version += 1
         clock.lap_s()
-    # Without a step the optimizer has no state, and the weights are those of model.path.
-    if actor.scheduler.num_steps and writer.last_step != version:
+    if has_stepped(actor) and writer.last_step != version:
         writer.save(version, batch_step.state())
     writer.finish()
     export_hf_folder(actor, Path(config.model.path), Path(config.run.dir) / "model")
@@ -78,6 +80,11 @@ def train(config: TrainConfig, shape: ModelShape, link: Link | None) -> int:
     control.close()
     actor.close()
     return version
+
+
+def has_stepped(actor: Actor) -> bool:
+    """Whether there is something to save: without a step the optimizer has no state, and the weights are model.path's."""
+    return actor.scheduler.num_steps > 0
 
 
 def _next_batch(control: ControlGroup, link: Link | None, publisher: Publisher, version: int) -> Batch | None:

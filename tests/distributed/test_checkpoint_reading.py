@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.models.gpt import GPTModel
 
 from a3po_megatron.actor import checkpoint_writer
 from a3po_megatron.actor.actor import Actor
 from a3po_megatron.actor.checkpoint import load_checkpoint
+from a3po_megatron.actor.checkpoint_reading import read_metadata
 from a3po_megatron.actor.checkpoint_writer import save_checkpoint
 from a3po_megatron.errors import UserError
 from a3po_megatron.objective.supervised import SupervisedLoss
@@ -121,6 +123,23 @@ def test_an_object_among_the_tensors_that_would_run_code_is_refused_with_its_fil
     actor.close()
 
 
+def test_what_transformer_engine_keeps_of_each_expert_is_neither_written_nor_asked_for(shared_folder: Path) -> None:
+    """As its grouped layers name it: an entry for each expert, none of which a rank holds whole."""
+    whole, prefix = GPTModel.sharded_state_dict, "decoder.layers.0.mlp.experts.experts.linear_fc1._extra_state"
+
+    def with_extra_states(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        names = {f"{prefix}{number}" for number in ("", *range(1, 12))}
+        extra = {name: ShardedObject(prefix, torch.zeros(2), (24,), (0,), replica_id=dist.get_rank()) for name in names}
+        return {**whole(*args, **kwargs), **extra}
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(GPTModel, "sharded_state_dict", with_extra_states)
+        actor, path = saved(shared_folder)
+        assert not [key for key in read_metadata(path).state_dict_metadata if "_extra_state" in key]
+        assert load_checkpoint(actor, path) == 1
+    actor.close()
+
+
 def test_what_transformer_engine_adds_is_left_and_what_else_the_model_has_no_use_for_is_named(
     shared_folder: Path,
 ) -> None:
@@ -136,7 +155,7 @@ def test_what_transformer_engine_adds_is_left_and_what_else_the_model_has_no_use
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(
-            checkpoint_writer, "checkpoint_state", with_more("decoder.layers.0.mlp.linear_fc1._extra_state")
+            checkpoint_writer, "checkpoint_state", with_more("decoder.layers.0.mlp.linear_fc1._extra_state12")
         )
         actor, path = saved(shared_folder)
         assert load_checkpoint(actor, path) == 1

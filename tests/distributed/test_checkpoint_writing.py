@@ -1,10 +1,11 @@
 """Checkpoints written while training goes on, kept, deleted, and failing."""
 
+import io
 import resource
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedObject
 
+from a3po_megatron.actor import checkpoint, checkpoint_writer, random_state
 from a3po_megatron.actor.actor import Actor
 from a3po_megatron.actor.checkpoint import load_checkpoint, read_objective
 from a3po_megatron.actor.checkpoint_writer import CheckpointWriter, FileSystemWriterAsync, save_checkpoint
+from a3po_megatron.actor.nonfinite import NonFiniteError
 from a3po_megatron.checkpoint_folder import newest_complete
 from a3po_megatron.config.schema import RunConfig
 from a3po_megatron.errors import UserError
@@ -108,6 +112,81 @@ def test_a_save_that_fails_on_one_rank_ends_every_rank_with_its_reason(
     actor.close()
 
 
+def a_shard_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only rank 0 looks for that."""
+    state = checkpoint_writer.checkpoint_state
+    half = ShardedObject("half", torch.zeros(2), (2,), (0,), replica_id=dist.get_rank())
+    monkeypatch.setattr(checkpoint_writer, "checkpoint_state", lambda *a, **k: {**state(*a, **k), "half": half})
+
+
+def a_thread_fails_outside_megatrons_own_care(monkeypatch: pytest.MonkeyPatch) -> None:
+    if dist.get_rank() == 1:
+        monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", staticmethod(fail_for_memory))
+
+
+def the_metadata_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FileSystemWriterAsync, "finish", fail_for_space)
+
+
+def the_format_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_writer, "save_config", fail_for_space)
+
+
+def fail_for_memory(*args: Any, **kwargs: Any) -> None:
+    raise MemoryError("no room")
+
+
+def fail_for_space(*args: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+REASONS = {
+    a_shard_is_missing: "CheckpointingException: Invalid sharding pattern validation. Errors: ",
+    a_thread_fails_outside_megatrons_own_care: "MemoryError: no room",
+    the_metadata_cannot_be_written: "OSError: [Errno 28] No space left on device",
+    the_format_cannot_be_written: "OSError: [Errno 28] No space left on device",
+}
+
+
+def test_whatever_fails_on_one_rank_in_a_save_ends_it_on_all_and_the_next_one_works(shared_folder: Path) -> None:
+    actor = trained_actor(shared_folder, Layout(tp=2, pp=2))
+    root = shared_folder / "checkpoints"
+    writer = CheckpointWriter(actor, root)
+    for fault, reason in REASONS.items():
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            fault(monkeypatch)
+            with pytest.raises(UserError) as failure:
+                save_and_finish(writer, 1)
+        start = f"{root}/step_000001.incomplete: the checkpoint could not be written: {reason}"
+        assert str(failure.value).startswith(start), fault
+        assert newest_complete(root)[0] is None
+    save_and_finish(writer, 1)
+    load_checkpoint(actor, root / "step_000001")
+    actor.close()
+
+
+def test_old_checkpoints_that_cannot_be_deleted_are_a_note_and_errors_of_all_ranks_leave_no_save_behind(
+    shared_folder: Path,
+) -> None:
+    actor = trained_actor(shared_folder, Layout(tp=2, pp=2))
+    root, said = shared_folder / "checkpoints", io.StringIO()
+    writer = CheckpointWriter(actor, root, RunConfig(checkpoint_async=True, keep_last=1))
+
+    def fail_after_a_save() -> None:
+        with writer.finished_before(NonFiniteError):
+            writer.save(1)
+            raise NonFiniteError("as it was")
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(checkpoint_writer, "prune", fail_for_space)
+        with redirect_stdout(said), pytest.raises(NonFiniteError, match="as it was"):
+            fail_after_a_save()
+    assert newest_complete(root) == (root / "step_000001", [])
+    expected = f"note: {root}: not every old checkpoint could be deleted: OSError: [Errno 28] No space left on device\n"
+    assert said.getvalue() == (expected if dist.get_rank() == 0 else "")
+    actor.close()
+
+
 def test_all_random_states_are_restored_and_at_another_layout_those_that_ranks_share(shared_folder: Path) -> None:
     from random import random
 
@@ -131,6 +210,33 @@ def test_all_random_states_are_restored_and_at_another_layout_those_that_ranks_s
     load_checkpoint(actor, path)
     assert draw()[0] == pytest.approx(_of_rank_0(expected[0]))
     assert fresh[0] != expected[0]
+    actor.close()
+
+
+def test_random_states_of_another_kind_of_device_leave_the_tracker_as_the_seed_set_it(shared_folder: Path) -> None:
+    """A GPU's states are of another size, and fail where the tracker first draws."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    def of_a_gpu() -> dict[str, Any]:
+        return {
+            **random_state.collect_random_state(),
+            "tracker": {"model-parallel-rng": torch.zeros(16, dtype=torch.uint8)},
+        }
+
+    actor, state = trained_actor(shared_folder, Layout(tp=2, pp=2)), checkpoint_writer.checkpoint_state
+
+    def elsewhere(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        with pytest.MonkeyPatch.context() as while_saving:
+            while_saving.setattr(actor, "device", torch.device("meta"))
+            return state(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(checkpoint, "collect_random_state", of_a_gpu)
+        monkeypatch.setattr(checkpoint_writer, "checkpoint_state", elsewhere)
+        path = save_checkpoint(actor, shared_folder / "checkpoints", 1)
+    load_checkpoint(actor, path)
+    with get_cuda_rng_tracker().fork():
+        torch.rand((), device=actor.device)
     actor.close()
 
 
