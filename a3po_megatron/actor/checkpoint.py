@@ -92,6 +92,8 @@ def checkpoint_state(actor: Actor, *, is_loading: bool, step: int) -> dict[str, 
     metadata = {
         # The layout-independent form of the distributed optimizer's state: it loads at any TP, PP and DP.
         "distrib_optim_sharding_type": "fully_reshardable",
+        # Gathered, through gloo, on data-parallel rank 0, which writes it, and not in every rank's host memory.
+        "distrib_optim_fully_reshardable_mem_efficient": True,
         "dp_cp_group": parallel.dp_cp_group(),
     }
     models = {

@@ -162,7 +162,7 @@ def _begin(actor: Actor, root: Path, step: int, objective: Mapping[str, float], 
         write_own_files(folder, objective)
     except OSError as error:
         failures.append(one_line(error))
-    buckets = _snapshot(request, copy=in_background)
+    buckets = _snapshot(request, in_background, actor.settings.distributed_optimizer)
     thread = threading.Thread(target=_write, args=(request, buckets, results, failures), name="checkpoint", daemon=True)
     thread.start()
     return _Save(step, folder, request, failures, thread)
@@ -188,13 +188,24 @@ def _plan(state: dict[str, Any], folder: Path) -> AsyncRequest:
     return request
 
 
-def _snapshot(request: AsyncRequest, copy: bool) -> list[WriteBucket]:
-    """Return what this rank writes, in host memory. `copy`: training may go on, so the live tensors are copied."""
+def _snapshot(request: AsyncRequest, copy: bool, is_distributed: bool) -> list[WriteBucket]:
+    """Return what this rank writes, in host memory. `copy`: training may go on, so the live tensors are copied.
+
+    The gathered state of the distributed optimizer is a copy already.
+    """
     if request.async_fn is None:  # every tensor of this rank is written by another
         return []
     _, buckets, _ = request.async_fn_args
+
+    def is_gathered(item: Any) -> bool:
+        return is_distributed and "optimizer.state." in item.index.fqn
+
     return [
-        (path, key, (objects, [(item, tensor.to("cpu", copy=copy)) for item, tensor in tensors]))
+        (
+            path,
+            key,
+            (objects, [(item, tensor.to("cpu", copy=copy and not is_gathered(item))) for item, tensor in tensors]),
+        )
         for path, key, (objects, tensors) in buckets
     ]
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 
 from a3po_megatron.actor import checkpoint, checkpoint_writer, random_state
 from a3po_megatron.actor.actor import Actor
@@ -78,6 +79,33 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_what_is_written_is_t
     assert [actor.train_step(random_sequences(step), SupervisedLoss()).loss for step in (1, 2)] == uninterrupted
     writer.finish()
     assert [folder.name for folder in root.iterdir()] == ["step_000003"]  # keep_last
+    actor.close()
+
+
+def test_the_optimizers_gathered_state_is_in_the_memory_of_one_data_parallel_rank_and_not_copied_again(
+    shared_folder: Path,
+) -> None:
+    actor = trained_actor(shared_folder, Layout(tp=2), **DISTRIBUTED)
+    snapshot, moved = checkpoint_writer._snapshot, {}
+
+    def observed(request: Any, *args: Any) -> Any:
+        copied = snapshot(request, *args)
+        before, after = (
+            [pair for *_, (_, tensors) in buckets for pair in tensors]
+            for buckets in (request.async_fn_args[1] if request.async_fn else [], copied)
+        )
+        for (item, tensor), (_, copy) in zip(before, after, strict=True):
+            moved[item.index.fqn] = copy.data_ptr() != tensor.data_ptr()
+        return copied
+
+    state = checkpoint.checkpoint_state(actor, is_loading=False, step=1)
+    gathered = [entry for entry in nested_values(state["optimizer"]) if isinstance(entry, ShardedTensor)]
+    assert bool(gathered) == (actor.place.dp_rank == 0)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(checkpoint_writer, "_snapshot", observed)
+        save_and_finish(CheckpointWriter(actor, shared_folder / "checkpoints", RunConfig(checkpoint_async=True)), 1)
+    assert all(is_copied != name.startswith("optimizer.state.") for name, is_copied in moved.items())
+    assert bool(moved) == (actor.place.dp_rank == 0)
     actor.close()
 
 

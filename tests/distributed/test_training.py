@@ -16,6 +16,7 @@ import torch.distributed as dist
 from a3po_megatron.actor import parallel, publish, training
 from a3po_megatron.actor.actor import Actor
 from a3po_megatron.actor.batch_step import BatchStep
+from a3po_megatron.actor.checkpoint import load_checkpoint
 from a3po_megatron.actor.hf_folder import HFFolder
 from a3po_megatron.actor.hf_mapping import hf_shapes
 from a3po_megatron.actor.nonfinite import NonFiniteError
@@ -276,6 +277,30 @@ def test_a_loss_that_is_not_finite_names_its_sample_and_ends_the_run_before_anyt
     if link:
         assert link.calls == ["batch 0"]
     parallel.destroy()
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
+def test_a_step_without_a_trained_token_saves_nothing_and_a_run_that_fails_completes_the_save_before(
+    distributed: bool, shared_folder: Path
+) -> None:
+    """A checkpoint before the first optimizer step could not be loaded."""
+    oracle = QWEN.build()
+    model, first = save_model(oracle, shared_folder / "model"), make_batch(oracle, 0)
+    batches = [replace(first, kept=np.zeros(8, np.bool_)), make_batch(oracle, 1), make_batch(oracle, 2)]
+    batches[2] = replace(batches[2], advantages=np.full(8, np.nan, np.float32))
+    config = train_config(shared_folder, model, Layout(tp=2).config(distributed_optimizer=distributed, **TOKENS))
+    config = replace(config, run=replace(config.run, checkpoint_every=1, checkpoint_async=True))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(publish, "WeightSender", FakeSender)
+        monkeypatch.setattr(publish, "join_group", lambda *arguments: None)
+        with pytest.raises(NonFiniteError, match="batch of version 2"):
+            training.train(config, read_model_shape(model), FakeLink(batches) if dist.get_rank() == 0 else None)
+    folder = shared_folder / "run" / "checkpoints"
+    assert [path.name for path in folder.iterdir()] == ["step_000002"]
+    parallel.destroy()
+    actor = build_actor(model, config.actor)
+    assert load_checkpoint(actor, folder / "step_000002") == 2
+    actor.close()
 
 
 class InfiniteGradient(SupervisedLoss):
