@@ -79,8 +79,10 @@ def train_as_rank(config: TrainConfig, shape: ModelShape, token: str) -> None:
 
 def say_why(error: Exception) -> int:
     """Print what ended this rank, its reason last, and return the exit code."""
-    if "onnection" in str(error) and os.environ["RANK"] != "0":
-        time.sleep(2)  # another rank went away and has said why; torchrun ends this one before it adds its own
+    from a3po_megatron.actor.control import RunFailed
+
+    if (isinstance(error, RunFailed) or "onnection" in str(error)) and os.environ["RANK"] != "0":
+        time.sleep(2)  # another rank went away and says why; torchrun ends this one before it adds its own
     if type(error).__module__.partition(".")[0] != "a3po_megatron":  # ours say all there is to say in one line
         traceback.print_exception(error)
     print(f"error: {type(error).__name__}: {error}", file=sys.stderr, flush=True)

@@ -59,7 +59,8 @@ class Publisher:
         """Bring the fleet to the current weights under the name `version`. Collective.
 
         Sends again as long as the controller asks for it. Returns, on rank 0, the seconds that the controller waited for an
-        evaluation or older groups first. Raises PublicationError or ControllerError on rank 0, which ends the other ranks too.
+        evaluation or older groups first. Raises PublicationError or ControllerError on rank 0; the others wait for
+        a word.
         """
         if self._link is None:
             while self._control.tell(None) == SEND:  # the others wait here for the controller

@@ -17,13 +17,13 @@ from a3po_megatron import wire
 from a3po_megatron.actor.actor import Actor
 from a3po_megatron.actor.batch_step import BatchStep, Row
 from a3po_megatron.actor.checkpoint_writer import CheckpointWriter
-from a3po_megatron.actor.control import ControlGroup, longest_wait_s
+from a3po_megatron.actor.control import ControlGroup, RunFailed, longest_wait_s
 from a3po_megatron.actor.export import export_hf_folder
 from a3po_megatron.actor.nonfinite import NonFiniteError
-from a3po_megatron.actor.publish import PublicationLink, Publisher
+from a3po_megatron.actor.publish import PublicationError, PublicationLink, Publisher
 from a3po_megatron.config.model_shape import ModelShape
 from a3po_megatron.config.schema import TrainConfig
-from a3po_megatron.controller.link import PublishAgain
+from a3po_megatron.controller.link import ControllerError, PublishAgain
 from a3po_megatron.records import Batch
 
 PUBLISH_AGAIN = b"publish again"  # rank 0's word in place of a batch
@@ -45,7 +45,8 @@ class Link(PublicationLink, Protocol):
 def train(config: TrainConfig, shape: ModelShape, link: Link | None) -> int:
     """Train until the controller says that the run is over; write checkpoint and model; return the last version.
 
-    Collective. `link` on rank 0, None on the others. Raises NonFiniteError without advancing the version.
+    Collective. `link` on rank 0, None on the others. Raises NonFiniteError without advancing the version, and where the
+    controller fails ControllerError or PublicationError on rank 0, RunFailed on the others; a save under way is finished first.
     """
     actor = Actor(shape, config.model, config.actor, config.optimizer, config.run.seed, config.rollout.temperature)
     if link:
@@ -53,23 +54,11 @@ def train(config: TrainConfig, shape: ModelShape, link: Link | None) -> int:
     control = ControlGroup(longest_wait_s(config.controller))
     publisher = Publisher(actor, control, config.rollout, link)
     batch_step = BatchStep(actor, config.algorithm, config.controller.max_staleness, config.run.seed)
-    writer, version = CheckpointWriter(actor, Path(config.run.dir) / "checkpoints", config.run), 0
-    clock = Stopwatch()
-    while (batch := _next_batch(control, link, publisher, version)) is not None:
-        wait_s = clock.lap_s()
-        with writer.finished_before(NonFiniteError):
-            metrics = batch_step.train(batch, version)
-        writer.poll()
-        is_due = config.run.checkpoint_every and (version + 1) % config.run.checkpoint_every == 0
-        if is_due and has_stepped(actor):
-            writer.save(version + 1, batch_step.state())
-        clock.lap_s()
-        waited_s = publisher.publish(version + 1)
-        if link:
-            times: Row = {"time/wait_s": wait_s + waited_s, "time/publish_s": clock.lap_s() - waited_s}
-            link.report_step(version, version, {**metrics, **times})
-        version += 1
-        clock.lap_s()
+    writer = CheckpointWriter(actor, Path(config.run.dir) / "checkpoints", config.run)
+    # Rank 0 alone hears of the controller's failure, while the others wait for its next word.
+    of_rank_0 = (ControllerError, PublicationError)
+    with writer.finished_before(NonFiniteError, RunFailed, *of_rank_0), control.told_of(*of_rank_0):
+        version = _train_batches(config, control, link, publisher, batch_step, writer)
     if has_stepped(actor) and writer.last_step != version:
         writer.save(version, batch_step.state())
     writer.finish()
@@ -79,6 +68,33 @@ def train(config: TrainConfig, shape: ModelShape, link: Link | None) -> int:
     publisher.close()
     control.close()
     actor.close()
+    return version
+
+
+def _train_batches(
+    config: TrainConfig,
+    control: ControlGroup,
+    link: Link | None,
+    publisher: Publisher,
+    batch_step: BatchStep,
+    writer: CheckpointWriter,
+) -> int:
+    """Train and publish until there is no more batch; return the last version."""
+    clock, version = Stopwatch(), 0
+    while (batch := _next_batch(control, link, publisher, version)) is not None:
+        wait_s = clock.lap_s()
+        metrics = batch_step.train(batch, version)
+        writer.poll()
+        is_due = config.run.checkpoint_every and (version + 1) % config.run.checkpoint_every == 0
+        if is_due and has_stepped(writer.actor):
+            writer.save(version + 1, batch_step.state())
+        clock.lap_s()
+        waited_s = publisher.publish(version + 1)
+        if link:
+            times: Row = {"time/wait_s": wait_s + waited_s, "time/publish_s": clock.lap_s() - waited_s}
+            link.report_step(version, version, {**metrics, **times})
+        version += 1
+        clock.lap_s()
     return version
 
 

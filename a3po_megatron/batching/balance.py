@@ -55,14 +55,20 @@ def balance(
 ) -> list[list[int]] | None:
     """Spread items over bins so that these cost about the same; None where an item finds no bin with room.
 
-    `fits` says whether a bin may hold these items. Equal input gives equal output, on every rank.
+    `fits` says whether a bin may hold these items; what has no room for an item has none for a costlier one. Equal input
+    gives equal output, on every rank.
     """
+    if not costs:
+        return [[] for _ in range(num_bins)]
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     cheapest = [(0.0, 0, b) for b in range(num_bins)]  # heap of (cost, items, bin)
-    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    for index in order:
         full = []
         while cheapest and not fits([*bins[cheapest[0][2]], index]):
-            full.append(heapq.heappop(cheapest))
+            entry = heapq.heappop(cheapest)
+            if fits([*bins[entry[2]], order[-1]]):  # a cheaper item may come; else the bin is not looked at again
+                full.append(entry)
         if not cheapest:
             return None
         cost, count, b = cheapest[0]

@@ -17,6 +17,7 @@ from a3po_megatron.actor import parallel, publish, training
 from a3po_megatron.actor.actor import Actor
 from a3po_megatron.actor.batch_step import BatchStep
 from a3po_megatron.actor.checkpoint import load_checkpoint
+from a3po_megatron.actor.control import RunFailed
 from a3po_megatron.actor.hf_folder import HFFolder
 from a3po_megatron.actor.hf_mapping import hf_shapes
 from a3po_megatron.actor.nonfinite import NonFiniteError
@@ -279,7 +280,7 @@ def test_a_loss_that_is_not_finite_names_its_sample_and_ends_the_run_before_anyt
     parallel.destroy()
 
 
-@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
+@pytest.mark.parametrize("distributed", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_step_without_a_trained_token_saves_nothing_and_a_run_that_fails_completes_the_save_before(
     distributed: bool, shared_folder: Path
 ) -> None:
@@ -301,6 +302,32 @@ def test_a_step_without_a_trained_token_saves_nothing_and_a_run_that_fails_compl
     actor = build_actor(model, config.actor)
     assert load_checkpoint(actor, folder / "step_000002") == 2
     actor.close()
+
+
+@pytest.mark.parametrize("call", ["next_batch", "finish_publication"])
+def test_a_controller_that_is_lost_is_told_to_every_rank_which_complete_the_save_before(
+    call: str, shared_folder: Path
+) -> None:
+    oracle = QWEN.build()
+    model = save_model(oracle, shared_folder / "model")
+    config = train_config(shared_folder, model, Layout(tp=2).config(**TOKENS))
+    config = replace(config, run=replace(config.run, checkpoint_every=1, checkpoint_async=True))
+    link = FakeLink([make_batch(oracle, 0)]) if dist.get_rank() == 0 else None
+
+    def gone(argument: Any, *arguments: Any) -> Any:
+        if call == "next_batch" and argument == 0:
+            return link.batches[0] if link else None
+        raise ControllerError("gone")
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(publish, "WeightSender", FakeSender)
+        monkeypatch.setattr(publish, "join_group", lambda *arguments: None)
+        if link:
+            monkeypatch.setattr(link, call, gone)
+        with pytest.raises(ControllerError if link else RunFailed):
+            training.train(config, read_model_shape(model), link)
+    assert [path.name for path in (shared_folder / "run" / "checkpoints").iterdir()] == ["step_000001"]
+    parallel.destroy()
 
 
 class InfiniteGradient(SupervisedLoss):
