@@ -55,20 +55,14 @@ def balance(
 ) -> list[list[int]] | None:
     """Spread items over bins so that these cost about the same; None where an item finds no bin with room.
 
-    `fits` says whether a bin may hold these items; what has no room for an item has none for a costlier one. Equal input
-    gives equal output, on every rank.
+    `fits` says whether a bin may hold these items. Equal input gives equal output, on every rank.
     """
-    if not costs:
-        return [[] for _ in range(num_bins)]
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     cheapest = [(0.0, 0, b) for b in range(num_bins)]  # heap of (cost, items, bin)
-    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    for index in order:
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         full = []
         while cheapest and not fits([*bins[cheapest[0][2]], index]):
-            entry = heapq.heappop(cheapest)
-            if fits([*bins[entry[2]], order[-1]]):  # a cheaper item may come; else the bin is not looked at again
-                full.append(entry)
+            full.append(heapq.heappop(cheapest))
         if not cheapest:
             return None
         cost, count, b = cheapest[0]
