@@ -159,9 +159,11 @@ class RolloutConfig:
     bucket_bytes: int = 67108864  # largest piece of weights in one broadcast; a larger tensor travels alone
 
     startup_timeout_s: float = 300.0  # until a started server has generated its first token
-    request_timeout_s: float = 600.0  # of one response, pauses included
+    request_timeout_s: float = 1800.0  # of one response, pauses included; and of its wait for a server with room
     control_timeout_s: float = 60.0  # of one control call (pause, resume, health...)
-    transfer_timeout_s: float = 300.0  # of joining the weight group, and of sending one version
+    transfer_timeout_s: float = (
+        300.0  # of joining the weight group, of a broadcast, of all of a version into one server
+    )
     stall_timeout_s: float = (
         120.0  # a server that does not answer, or has requests and no new token, for so long is hung
     )

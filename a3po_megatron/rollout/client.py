@@ -22,6 +22,7 @@ from a3po_megatron.rollout.sampling import SamplingSettings
 from a3po_megatron.rollout.server_args import MODEL_NAME
 
 NO_LOGPROB = -9999.0  # what vLLM reports in place of NaN, -inf, or a log-probability it does not have
+MAX_LOGPROB = 1e-3  # 0 and the rounding of a kernel
 
 
 class RequestOverdue(ReplicaError):
@@ -47,12 +48,19 @@ class PartialGeneration:
     """A response on its way, filled by `generate` as tokens arrive. A snapshot may copy it; `generate` can go on.
 
     A token's version is known exactly only when the response ends or is interrupted. Until then it is the version that was
-    current before the token's piece was sent: never newer than the truth, at most `stream_interval` tokens a publication older.
+    current when the piece before was read: at most `stream_interval` tokens a publication too old, and too new only where
+    this process read tokens later than the publication after them.
+
+    Only tokens that passed all checks of their piece are in it, and the last piece of an answer only once the whole answer did.
     """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+
+    def cut(self, length: int) -> None:
+        """Keep the first `length` tokens, or what is there."""
+        del self.token_ids[length:], self.logprobs[length:], self.versions[length:]
 
 
 class ReplicaClient(ServerControl):
@@ -86,10 +94,14 @@ class ReplicaClient(ServerControl):
         they are part of the result. `current_version` tells the fleet's version now (for labels of partial tokens, and
         so that prompts cached under older weights are not reused). `timeout_s`: `request_timeout_s` if None. Raises
         UserError for settings that cannot give a true sample, Interrupted when new weights ended it early, RequestOverdue
-        or another ReplicaError when this server cannot finish the response.
+        or another ReplicaError when this server cannot finish the response. What an answer that cannot be used brought is
+        taken out of `partial` again.
         """
         sampling.check()
         partial = PartialGeneration() if partial is None else partial
+        partial.cut(
+            sampling.max_tokens - 1
+        )  # a full one, whose server broke off before the ending, gets its last token anew
         done = len(partial.token_ids)
         prompt = [int(token) for token in prompt_ids]
         self._check_prompt(prompt, sampling, request_id)
@@ -99,14 +111,15 @@ class ReplicaClient(ServerControl):
         try:
             async with asyncio.timeout(timeout_s):
                 ending = await self._read_stream(body, partial, current_version)
+            return self._finished(partial, done, ending, sampling)
         except TimeoutError:
             got = len(partial.token_ids) - done
             raise RequestOverdue(f"{self._who()}: waited {timeout_s:g} s for {what}; {got} tokens had come") from None
         except httpx.HTTPError as error:
             raise ReplicaError(f"{self._who()}: connection lost during {what}: {describe(error)}") from error
         except ValueError as error:  # not what vLLM sends
-            raise ReplicaError(f"{self._who()}: cannot read the answer to request {request_id}: {error}") from error
-        return self._finished(partial, done, ending, sampling)
+            partial.cut(done)
+            raise ReplicaError(f"{self._who()}: cannot use the answer to request {request_id}: {error}") from error
 
     def _check_prompt(self, prompt: list[int], sampling: SamplingSettings, request_id: str) -> None:
         if len(prompt) + sampling.max_tokens > self._config.max_model_len:
@@ -148,7 +161,7 @@ class ReplicaClient(ServerControl):
     async def _read_stream(
         self, body: Mapping[str, Any], partial: PartialGeneration, current_version: Callable[[], int]
     ) -> Piece:
-        """Append tokens to `partial` as they come and return the last piece, which has the ending and the spans."""
+        """Append tokens to `partial` as they come and return the last piece, with the ending and the spans, not appended."""
         version = current_version()
         content, headers = msgspec.json.encode(body), {"Content-Type": "application/json"}
         timeout = httpx.Timeout(self._config.control_timeout_s, read=None)  # the caller's deadline covers reading
@@ -161,40 +174,47 @@ class ReplicaClient(ServerControl):
                 if event.error is not None:
                     raise ReplicaError(f"{self._who()}: generate failed: {event.error}")
                 for piece in event.choices:
-                    tokens = piece.token_ids or []
-                    entries = (piece.logprobs.content if piece.logprobs else None) or []
-                    if [entry.token_id for entry in entries] != tokens:
-                        raise ReplicaError(
-                            f"{self._who()}: {len(tokens)} tokens came with {len(entries)} log-probabilities"
-                        )
-                    partial.token_ids += tokens
-                    partial.logprobs += [entry.logprob for entry in entries]
-                    partial.versions += [version] * len(tokens)
-                    version = current_version()
                     if piece.finish_reason is not None:
                         return piece
+                    self._append(piece, partial, version)
+                    version = current_version()
         raise ReplicaError(f"{self._who()}: the stream ended before the response did")
 
+    def _append(self, piece: Piece, partial: PartialGeneration, version: int) -> None:
+        """Check the tokens of `piece` and append them. Raises ValueError for what the model cannot have drawn."""
+        tokens = piece.token_ids or []
+        entries = (piece.logprobs.content if piece.logprobs else None) or []
+        if [entry.token_id for entry in entries] != tokens:
+            raise ValueError(f"{len(tokens)} tokens came with {len(entries)} log-probabilities")
+        logprobs = [entry.logprob for entry in entries]
+        vocab_size = self._vocab_size or 2**31
+        if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+            stranger = next(token for token in tokens if not 0 <= token < vocab_size)
+            raise ValueError(f"token id {stranger} is not in the vocabulary of {vocab_size}")
+        if logprobs and not NO_LOGPROB < min(logprobs) <= max(logprobs) <= MAX_LOGPROB:
+            index = next(i for i, logprob in enumerate(logprobs) if not NO_LOGPROB < logprob <= MAX_LOGPROB)
+            raise ValueError(
+                f"no log-probability for token {len(partial.token_ids) + index} of the response but {logprobs[index]:g} "
+                "(NaN in the model?)"
+            )
+        partial.token_ids.extend(tokens)
+        partial.logprobs.extend(logprobs)
+        partial.versions.extend([version] * len(tokens))
+
     def _finished(self, partial: PartialGeneration, done: int, ending: Piece, sampling: SamplingSettings) -> Generation:
+        """Append the last piece and return the whole. Raises Interrupted, and ValueError for an answer not to be trusted."""
         reason = ending.finish_reason
         if reason not in ("stop", "length", "abort"):
-            raise ReplicaError(f"{self._who()}: the response ended with '{reason}' instead of 'stop' or 'length'")
+            raise ValueError(f"the response ended with '{reason}' instead of 'stop' or 'length'")
+        self._append(ending, partial, 0)
         if len(partial.token_ids) > sampling.max_tokens or (
             reason == "length" and len(partial.token_ids) < sampling.max_tokens
         ):
-            raise ReplicaError(
-                f"{self._who()}: the response ended by '{reason}' with {len(partial.token_ids)} tokens, "
+            raise ValueError(
+                f"the response ended by '{reason}' with {len(partial.token_ids)} tokens, "
                 f"{sampling.max_tokens} were asked for"
             )
-        if NO_LOGPROB in partial.logprobs:
-            position = partial.logprobs.index(NO_LOGPROB)
-            raise ReplicaError(
-                f"{self._who()}: no log-probability for token {position} of the response (NaN in the model?)"
-            )
-        try:
-            partial.versions[done:] = spread_versions(ending.weight_versions, len(partial.token_ids) - done)
-        except ValueError as error:
-            raise ReplicaError(f"{self._who()}: {error}") from None
+        partial.versions[done:] = spread_versions(ending.weight_versions, len(partial.token_ids) - done)
         if reason == "abort":
             raise Interrupted(f"{self._who()}: aborted after {len(partial.token_ids)} tokens")
         return Generation(

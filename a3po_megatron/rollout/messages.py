@@ -74,7 +74,8 @@ def spread_versions(spans: Sequence[Span] | None, num_tokens: int) -> list[int]:
     """
     versions: list[int] = []
     for span in spans or []:
-        if span.start != len(versions) or not span.version.isdigit():
+        fits = span.start == len(versions) and span.start <= span.end <= num_tokens
+        if not fits or not span.version.isdecimal() or len(span.version) > 9:  # nine digits fit int32
             raise ValueError(f"weight version spans are not usable: {list(spans or [])}")
         versions += [int(span.version)] * (span.end - span.start)
     if len(versions) != num_tokens:

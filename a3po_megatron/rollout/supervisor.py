@@ -161,7 +161,7 @@ class Supervisor:
             return str(error)
         finally:
             await client.aclose()
-            await _to_the_end(server.stop(config.stop_timeout_s))
+            await _to_the_end(server.stop(config.stop_timeout_s, self._say))
 
     async def _watch(self, server: Server, client: ReplicaClient, world_size: int) -> str:
         """Register the server, again as a heartbeat, until it dies or the controller drops it; return the reason."""

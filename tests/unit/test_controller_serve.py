@@ -159,6 +159,7 @@ def config_file(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> s
         ("controller.max_generated=0.5", "controller.max_generated=0.5: at least 1"),
         ("controller.eval_samples=4", "controller.eval_samples=4 with controller.eval_temperature=0: greedy responses"),
         ("controller.max_stragglers=-1", "controller.max_stragglers=-1: must be at least 0"),
+        ("rollout.request_timeout_s=99", "rollout.request_timeout_s=99 is below controller.group_timeout_s=1800: one"),
         ("data.train.gsm8k={}", "data.train: sets of problems need data.task=problems; it is arithmetic"),
         ("controller.max_staleness=-1", "controller.max_staleness=-1: must be at least 0"),
         ("controller.host=0.0.0.0", "controller.host=0.0.0.0: would listen on every network"),

@@ -20,6 +20,7 @@ class Setup:
             RolloutConfig(**settings),
             "secret",
             tmp_path / "rendezvous",
+            vocab_size=512,
             make_transport=lambda url: self.replicas[url.removeprefix("http://")],
         )
 

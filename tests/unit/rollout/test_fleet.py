@@ -282,7 +282,40 @@ def test_publications_do_not_overlap(tmp_path):
     asyncio.run(run())
 
 
-def test_a_response_over_a_publication_has_both_versions_and_early_labels_are_never_too_new(tmp_path):
+def test_a_publication_names_the_reason_for_which_a_member_was_dropped(tmp_path):
+    async def run():
+        setup = Setup(tmp_path, "a", "b", transfer_timeout_s=60.0)
+        await setup.register("a", "b")
+
+        async def never(*arguments):
+            await asyncio.sleep(60)
+
+        fleet = {replica.client.name: replica for replica in setup.fleet._replicas}
+        fleet["a"].client.update_weights = never
+        await setup.fleet.begin_publication(1, MANIFEST)
+        await setup.fleet.deregister("a", "killed by SIGKILL")
+        async with asyncio.timeout(20):
+            return await setup.fleet.finish_publication(1)
+
+    failed = asyncio.run(run())["failed"]
+    assert failed == {"a": "replica a was dropped: killed by SIGKILL"}
+
+
+def test_a_name_that_another_server_bears_is_refused_and_the_first_one_stays(tmp_path):
+    async def run():
+        setup = Setup(tmp_path, "a", "b")
+        await setup.register("a")
+        second = await setup.fleet.register("a", "http://b", 1)
+        assert await setup.register("a") == ["current"], "its heartbeats go on"
+        return second, setup.fleet.status()
+
+    second, status = asyncio.run(run())
+    assert second["state"] == "fenced"
+    assert "a at http://b bears the name of the server at http://a" in second["reason"]
+    assert {name: replica["url"] for name, replica in status["replicas"].items()} == {"a": "http://a"}
+
+
+def test_a_response_over_a_publication_has_both_versions_and_early_labels_read_at_once_are_not_too_new(tmp_path):
     async def run():
         setup, partial = Setup(tmp_path, "a"), PartialGeneration()
         await setup.register("a")
