@@ -29,7 +29,7 @@ def test_a_server_that_answers_but_does_not_generate_fails_at_the_deadline_of_th
         server = started(tmp_path, "import time; time.sleep(600)")
         try:
             async with asyncio.timeout(30):
-                with pytest.raises(ServerFailed, match="answers but does not generate: .* for a response of up to 2"):
+                with pytest.raises(ServerFailed, match=r"answers but does not generate: .* for a response of up to 2"):
                     await server.wait_ready(client, config)
         finally:
             await server.stop(5.0)
