@@ -74,7 +74,7 @@ def test_spans_of_a_response_over_two_publications_are_each_exact_for_their_vers
         assert sorted(set(result.versions)) == [first, first + 1, first + 2]
         assert (np.diff(result.versions) >= 0).all()
         check_each_version(live, prompt, result)
-        # What a snapshot would have held: read at once, so not newer than the truth, and a piece behind at each publication at most.
+        # What a snapshot would have held: read at once, so not newer than the truth; at most a piece behind at each publication.
         truth = result.versions[: len(labels)]
         assert (np.array(labels) <= truth).all()
         assert (np.array(labels) < truth).sum() <= 2 * 4
