@@ -26,6 +26,7 @@ import numpy as np
 from a3po_megatron.config.schema import RolloutConfig
 from a3po_megatron.rollout.client import PartialGeneration
 from a3po_megatron.rollout.fleet import Fleet
+from a3po_megatron.rollout.garbage import collect_rarely
 from a3po_megatron.rollout.sampling import SamplingSettings
 
 SERVER = Path(__file__).parents[1] / "tests/fakes/token_server.py"
@@ -150,6 +151,7 @@ def main(argv: list[str]) -> int:
         return sweep([argument for argument in argv if argument != "--sweep"], options.stream_interval)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    collect_rarely()  # like the controller
     with servers(options.servers, options.tokens_per_s) as urls:
         row = asyncio.run(measure(urls, options.requests, options.stream_interval))
     print(json.dumps(row) if options.json else "  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
