@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from array import array
 from dataclasses import replace
 
 import httpx
@@ -65,7 +66,10 @@ def test_the_request_asks_for_the_plain_distribution_and_salts_the_prompt_cache_
 
 
 def test_a_response_goes_on_after_the_tokens_it_has():
-    replica, partial = FakeReplica("r0"), PartialGeneration([9, 8], [-0.1, -0.2], [0, 0])
+    replica, partial = (
+        FakeReplica("r0"),
+        PartialGeneration(array("i", [9, 8]), array("f", [-0.1, -0.2]), array("i", [0, 0])),
+    )
     result = asyncio.run(client_of(replica).generate([2, 3], SAMPLING, "r", lambda: 0, partial))
     assert replica.requests[0]["token_ids"] == [2, 3, 9, 8]
     assert replica.requests[0]["sampling_params"]["max_tokens"] == 2
@@ -106,15 +110,18 @@ def test_an_answer_that_cannot_be_trusted_is_an_error_that_names_the_server(choi
     ],
 )
 def test_of_an_answer_that_cannot_be_used_the_partial_response_keeps_nothing(choices, kept):
-    partial = PartialGeneration([9, 8], [-0.1, -0.2], [3, 3])
+    partial = PartialGeneration(array("i", [9, 8]), array("f", [-0.1, -0.2]), array("i", [3, 3]))
     with pytest.raises(ReplicaError):
         asyncio.run(answering(*choices).generate([2, 3], replace(SAMPLING, max_tokens=6), "r", lambda: 0, partial))
-    assert partial.token_ids == kept
+    assert partial.token_ids.tolist() == kept
     assert len(partial.logprobs) == len(partial.versions) == len(kept)
 
 
 def test_a_full_response_without_an_ending_gets_its_last_token_anew():
-    replica, partial = FakeReplica("r0"), PartialGeneration([9, 8, 9, 8], [-0.1] * 4, [0] * 4)
+    replica, partial = (
+        FakeReplica("r0"),
+        PartialGeneration(array("i", [9, 8, 9, 8]), array("f", [-0.1] * 4), array("i", [0] * 4)),
+    )
     result = asyncio.run(client_of(replica).generate([2, 3], SAMPLING, "r", lambda: 0, partial))
     assert replica.requests[0]["sampling_params"]["max_tokens"] == 1
     assert result.token_ids.tolist() == [9, 8, 9, 7]
@@ -134,7 +141,7 @@ def test_a_connection_that_breaks_after_the_ending_leaves_no_ended_response_to_g
     client = client_of(httpx.MockTransport(lambda request: httpx.Response(200, stream=Breaks())))
     with pytest.raises(ReplicaError, match="connection lost"):
         asyncio.run(client.generate([2, 3], SAMPLING, "r", lambda: 0, partial))
-    assert partial.token_ids == [5]
+    assert partial.token_ids.tolist() == [5]
 
 
 def test_gaps_between_spans_are_refused():
