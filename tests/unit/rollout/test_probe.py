@@ -72,7 +72,7 @@ def test_when_all_fail_the_publication_ends_at_once_and_the_version_stays(tmp_pa
         await setup.publish(1)
         for replica in setup.replicas.values():
             replica.probe = [-20.0, -20.0]
-        with pytest.raises(PublicationError, match="version 2: every replica failed the probe: .* 18.5 nats from"):
+        with pytest.raises(PublicationError, match=r"version 2: every replica failed the probe: .* 18\.5 nats from"):
             await setup.publish(2)
         assert setup.fleet.version == 1
         await setup.fleet.aclose()
