@@ -15,7 +15,9 @@ from tests.engine.test_publication import TOLERANCE, one_trained_step
 from tests.engine.tiny_model import VOCABULARY, make_model, reference_logprobs
 
 pytestmark = pytest.mark.timeout(300)
-MAX_CHANGE = 1.0  # the toy is random, and so never as sure as a trained model: garbage moves it less
+MAX_CHANGE = (
+    0.3  # the toy is random, never as sure as a trained model: garbage moves it by 0.6 to 0.9 only, a step by 0.01
+)
 
 
 async def probe(live: LiveServer) -> tuple[np.ndarray, float]:
