@@ -28,7 +28,10 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The Hugging Face folder that defines the model: `config.json`, tokenizer and (unless `init: random`) weights."""
+    """The Hugging Face folder that defines the model: `config.json`, tokenizer and (unless `init: random`) weights.
+
+    A warm start also takes a megatron checkpoint of `tools/convert_checkpoint.py`; vLLM, and so a run of all roles, does not.
+    """
 
     path: str = ""
     init: Literal["pretrained", "random"] = "pretrained"
@@ -171,7 +174,7 @@ class RolloutConfig:
     controller_timeout_s: float = 120.0  # a supervisor that cannot reach the controller for so long stops
     stop_timeout_s: float = 15.0  # between asking a server to end and killing it
     heartbeat_s: float = 2.0  # between two looks at the servers and the controller
-    max_restarts: int = 3  # of one server within `restart_window_s`; one more ends the supervisor
+    max_restarts: int = 3  # of one server within `restart_window_s`; one more failure retires it
     restart_window_s: float = 600.0
 
     @property

@@ -1,4 +1,4 @@
-"""The job script that users submit, on four nodes: a tiny model on CPUs, chosen through variables and arguments alone."""
+"""The job script that users submit, on four nodes: a tiny model on CPUs, chosen through environment variables alone."""
 
 import re
 import subprocess
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from omegaconf import OmegaConf
 
 from a3po_megatron.launch.node_facts import candidate_ports
 from tests.slurm.cluster import FINAL, Cluster
@@ -21,7 +22,6 @@ START_S = 400.0  # of vLLM and the actor on a busy machine
 RUN_S = 500.0
 FAILURE_S = 20.0  # from the death of a rank to the end of its job
 TINY = {
-    "CONFIG": "configs/demo.yaml",
     "GPUS_PER_NODE": "0",
     "ACTOR_RANKS_PER_NODE": "1",
     "TP": "2",
@@ -82,15 +82,20 @@ class Job:
 @pytest.fixture
 def submit(cluster: Cluster, model: Path, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
+    config = tmp_path / "tiny.yaml"
+    OmegaConf.save(
+        OmegaConf.merge(OmegaConf.load(ROOT / "configs" / "demo.yaml"), OmegaConf.from_dotlist([*SMALL, *LOCKSTEP])),
+        config,
+    )
 
     def make(name: str, *settings: str, options: tuple[str, ...] = (), **variables: str) -> Job:
         run_dir = tmp_path / name
         out = f"--output={run_dir.with_suffix('.out')}"
         number = cluster.submit(
             SCRIPT,
-            {**TINY, "MODEL_PATH": str(model), "RUN_DIR": str(run_dir), **variables},
+            {**TINY, "CONFIG": str(config), "MODEL_PATH": str(model), "RUN_DIR": str(run_dir), **variables},
             [out, "--gpus-per-node=0", "--cpus-per-task=1", *options],
-            [*SMALL, *LOCKSTEP, *settings],
+            settings,
         )
         jobs.append(Job(cluster, number, run_dir))
         return jobs[-1]
@@ -178,6 +183,11 @@ def test_a_job_that_cannot_work_ends_before_any_role_starts(
 def test_a_server_that_dies_is_started_again_and_the_job_completes(submit: Callable[..., Job]) -> None:
     job = submit("restarted", ROLLOUT_NODES="1", options=("--nodes=3",))
     job.wait_for_log("rollout-node3", "generates at")
+    shown = job.cluster.run("bash", str(ROOT / "slurm" / "status.sh"), job.number)
+    assert f"job {job.number}: RUNNING" in shown
+    assert f"run folder: {job.run_dir}" in shown
+    assert "controller" in shown
+    assert "generates at" in shown
     server = next(process for process in job.processes() if "vllm.entrypoints.openai.api_server" in process.cmdline())
     server.kill()
     job.wait_for_log("rollout-node3", "starting it again (1 of 3)")
