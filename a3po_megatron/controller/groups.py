@@ -59,20 +59,17 @@ async def generate_group(
 
     def straggler(waited: str) -> Straggler:
         arrived = [len(response.token_ids) for response in running.responses]
-        return Straggler(
-            f"{waited} for the responses to problem {draw.problem.id!r}; "
-            f"tokens that arrived: {arrived}; the rollout log says why"
-        )
+        return Straggler(f"{waited} {draw.problem.id!r}; tokens that arrived: {arrived}; the rollout log says why")
 
     try:
         async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as siblings:
             tasks = [siblings.create_task(sample(index, part)) for index, part in enumerate(running.responses)]
     except TimeoutError:
-        raise straggler(f"waited {timeout_s:g} s (controller.group_timeout_s)") from None
+        raise straggler(f"waited {timeout_s:g} s (controller.group_timeout_s) for the responses to problem") from None
     except ExceptionGroup as failures:
         if failures.split(RequestOverdue)[1] is not None:
             raise
-        raise straggler(f"waited too long ({failures.exceptions[0]})") from None
+        raise straggler(f"waited too long ({failures.exceptions[0]}) for the responses to problem") from None
     samples = tuple(task.result() for task in tasks)
     return await judged(reward, draw.problem, samples)
 

@@ -194,9 +194,9 @@ class ReplicaClient(ServerControl):
             raise ValueError(f"token id {stranger} is not in the vocabulary of {vocab_size}")
         if logprobs and not NO_LOGPROB < min(logprobs) <= max(logprobs) <= MAX_LOGPROB:
             index = next(i for i, logprob in enumerate(logprobs) if not NO_LOGPROB < logprob <= MAX_LOGPROB)
+            position = len(partial.token_ids) + index
             raise ValueError(
-                f"no log-probability for token {len(partial.token_ids) + index} of the response but {logprobs[index]:g} "
-                "(NaN in the model?)"
+                f"no log-probability for token {position} of the response (NaN in the model?): {logprobs[index]:g}"
             )
         partial.token_ids.extend(tokens)
         partial.logprobs.extend(logprobs)

@@ -90,7 +90,10 @@ def test_a_response_goes_on_after_the_tokens_it_has():
         ([piece(5, logprob=NO_LOGPROB, finish_reason="stop", weight_versions=spans(("0", 0, 1)))], "NaN"),
         ([{"token_ids": [5], "logprobs": None, "finish_reason": "stop"}], "1 tokens came with 0 log-probabilities"),
         ([piece(5), piece(32)], "token id 32 is not in the vocabulary of 32"),
-        ([piece(5), piece(6, logprob=NO_LOGPROB)], "no log-probability for token 1 of the response but -9999 (NaN"),
+        (
+            [piece(5), piece(6, logprob=NO_LOGPROB)],
+            "no log-probability for token 1 of the response (NaN in the model?): -9999",
+        ),
     ],
 )
 def test_an_answer_that_cannot_be_trusted_is_an_error_that_names_the_server(choices, reason):

@@ -69,7 +69,10 @@ FAULTS = {
     "is full, of no version": (talks(event(*FULL, **ended("length"))), "cover 0 of 20 tokens"),
     "is full, and does not end": (talks(event(*FULL)), "ended before the response did"),
     "draws from NaN": (talks(event(1) + event(1, logprob=-9999.0) + event(1)), "no log-probability for token 1"),
-    "is likelier than sure": (talks(event(1, logprob=0.5)), "no log-probability for token 0 of the response but 0.5"),
+    "is likelier than sure": (
+        talks(event(1, logprob=0.5)),
+        "no log-probability for token 0 of the response (NaN in the model?): 0.5",
+    ),
     "draws a token below the vocabulary": (talks(event(1, -1)), "token id -1 is not in the vocabulary"),
     "draws a token above the vocabulary": (talks(event(1, VOCAB_SIZE)), f"token id {VOCAB_SIZE} is not in"),
     "draws a token beyond all numbers": (talks(event(10**12)), "token id 1000000000000 is not in the vocabulary"),
