@@ -70,8 +70,7 @@ def _add_replica_routes(app: FastAPI, controller: Controller) -> None:
     async def register(request: Request) -> Response:
         message = wire.decode(await request.body(), messages.RegisterReplica)
         answer = await controller.parts.fleet.register(message.name, message.url, message.world_size)
-        if answer["state"] == "current":
-            controller.replica_registered()
+        controller.replica_registered(answer["state"] == "current")
         return _msgpack(answer)
 
     @app.post("/replicas/deregister")
