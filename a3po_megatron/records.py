@@ -28,7 +28,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Sample:
-    """One response to a problem. Made by the rollout client, read by `batching/`.
+    """One response to a problem. Made by the controller from what the fleet returns, read by `reward/` and `batching/`.
 
     Example: prompt `1+2=` and response `3<eos>` of which weight version 7 sampled the first token and version 8 the second:
     `response_ids=[5, 1], behavior_logprobs=[-0.1, -0.01], versions=[7, 8]`.

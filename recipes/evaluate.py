@@ -29,15 +29,6 @@ from a3po_megatron.evaluate.own_servers import Stopped
 from a3po_megatron.evaluate.progress import ResponseProgress
 from a3po_megatron.evaluate.report import table_of, versions_line, write_files
 from a3po_megatron.evaluate.result import Result
-from a3po_megatron.launch.ranks import run_ranks
-
-
-class ExportFailed(Exception):
-    """The ranks that export a checkpoint have failed and said why."""
-
-    def __init__(self, exit_code: int) -> None:
-        super().__init__("the checkpoint could not be exported; the lines above say why")
-        self.exit_code = exit_code
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -59,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     job = build.prepare(config, target)
     try:
         result, time_s = evaluate(job)
-    except (Stopped, ExportFailed) as ending:
+    except Stopped as ending:
         print(f"error: {ending}", file=sys.stderr, flush=True)
         return ending.exit_code
     except Exception as error:
@@ -86,10 +77,9 @@ def model_folder(job: build.Job) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="exported-", dir=job.folder) as folder:
         model = Path(folder) / "model"
-        arguments = [job.config.target, str(model)]
-        exit_code = run_ranks("recipes.export", arguments, build.world_size_of(job.target))
-        if exit_code != 0:
-            raise ExportFailed(exit_code)
+        from a3po_megatron.convert.megatron import megatron_to_hf  # torch: only when it is needed
+
+        megatron_to_hf(Path(job.config.target), job.target.model, model)
         yield model
 
 

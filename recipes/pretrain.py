@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from a3po_megatron.actor.hf_folder import HFFolder
+from a3po_megatron.actor.weights_folder import open_weights
 from a3po_megatron.checkpoint_folder import clean_up, newest_complete
 from a3po_megatron.config.check import check_pretrain
 from a3po_megatron.config.load import load_config, to_yaml
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     shape = read_model_shape(config.model.path)
     check_pretrain(config, shape)
     if config.model.init == "pretrained":
-        HFFolder(config.model.path, shape)
+        open_weights(config.model.path, shape)
     if options.print_config:
         print(to_yaml(config), end="")
         return 0

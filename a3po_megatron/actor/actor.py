@@ -26,7 +26,6 @@ from torch import Tensor
 
 from a3po_megatron.actor import device as devices
 from a3po_megatron.actor import parallel, pipeline
-from a3po_megatron.actor.hf_folder import HFFolder
 from a3po_megatron.actor.hf_weights import export_weights, load_weights, random_source
 from a3po_megatron.actor.kernels import choose_kernels
 from a3po_megatron.actor.logprobs import make_head, token_is_greedy, token_logprobs, token_output
@@ -40,6 +39,7 @@ from a3po_megatron.actor.optimizer import (
     wrap_chunks,
 )
 from a3po_megatron.actor.routing import by_sequence, recorded_routing
+from a3po_megatron.actor.weights_folder import open_weights
 from a3po_megatron.batching.balance import sequence_cost
 from a3po_megatron.batching.packing import Microbatch, TokenSequence, make_microbatches
 from a3po_megatron.config.model_shape import ModelShape
@@ -83,7 +83,7 @@ class Actor:
         if model.init == "random":
             source = random_source(shape, model.init_seed, model.init_std)
         else:
-            source = HFFolder(model.path, shape).tensor
+            source = open_weights(model.path, shape).tensor
         load_weights(self.models, shape, self.place, source)
         self.chunks: list[DistributedDataParallel] = wrap_chunks(self.models, self.config, actor)
         self.optimizer: ChainedOptimizer = build_optimizer(self.chunks, optimizer, actor, DTYPES[actor.dtype])

@@ -147,6 +147,10 @@ def _form(actor: Actor) -> dict[str, Any]:
 
 
 def _check_same_form(actor: Actor, common: dict[str, Any], folder: Path) -> None:
+    if common.get("holds") == "weights":
+        raise UserError(
+            f"{folder}: a converted checkpoint, weights only: start from it with model.path, nothing resumes from it"
+        )
     for name, now in _form(actor).items():
         if (written := common.get("form", {}).get(name)) != now:
             raise UserError(

@@ -19,12 +19,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
-from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -34,6 +31,7 @@ from torch.futures import Future
 from a3po_megatron.errors import UserError
 
 METADATA = ".metadata"
+COMMON_STATE = "common.pt"  # COMMON_STATE_FNAME in megatron/core/dist_checkpointing/strategies/common.py
 ALLOWED = {
     "collections": {"OrderedDict"},
     "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
@@ -95,18 +93,19 @@ def read_metadata(folder: Path) -> Metadata:
     return metadata
 
 
-def load_plain(path: Path, content: bytes) -> Any:
+def load_plain(path: Path, content: bytes | IO[bytes]) -> Any:
     """Return an object of tensors and plain values that torch.save wrote. Raises UserError for anything else.
 
     `path` is where `content` comes from, for the message.
     """
+    file = io.BytesIO(content) if isinstance(content, bytes) else content
     try:
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         asked = re.search(r"GLOBAL ([\w.]+)", str(error))
         what = f"it asks for {asked[1]}" if asked else "damaged, or made to run something"
         raise UserError(f"{path}: refused: {what}; a checkpoint holds tensors and plain values only") from error
-    except (RuntimeError, EOFError, ValueError) as error:
+    except (RuntimeError, EOFError, ValueError, OSError) as error:
         raise UserError(f"{path}: damaged checkpoint: {str(error).splitlines()[0]}") from error
 
 
@@ -138,8 +137,12 @@ class _Reader(FileSystemReader):
 @contextmanager
 def restricted_reading(folder: Path) -> Iterator[None]:
     """For a while, let megatron read checkpoints by the restricted reader. Raises UserError for a `common.pt`."""
-    if (folder / COMMON_STATE_FNAME).exists():
-        raise UserError(f"{folder / COMMON_STATE_FNAME}: refused: a checkpoint of another program or version")
+    # here, since who reads without megatron (megatron_folder.py) needs no import of it, which takes seconds
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
+
+    if (folder / COMMON_STATE).exists():
+        raise UserError(f"{folder / COMMON_STATE}: refused: a checkpoint of another program or version")
     metadata = read_metadata(folder)
     modules = (serialization, torch_strategy)
     before = [module._get_filesystem_reader for module in modules]

@@ -6,22 +6,27 @@ any rank starts.
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
 from a3po_megatron.actor.hf_mapping import hf_shapes
+from a3po_megatron.actor.safetensors_writer import (
+    DTYPES,
+    INDEX_FILE,
+    MAX_SHARD_BYTES,
+    SINGLE_FILE,
+    TensorSpec,
+    write_safetensors,
+)
 from a3po_megatron.config.model_shape import ModelShape
 from a3po_megatron.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-MAX_SHARD_BYTES = 4 << 30
 # What belongs to a model beside its weights; carried from the folder that the run started from.
 COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "generation_config.json", "*.jinja")
 
@@ -32,6 +37,7 @@ class HFFolder:
     def __init__(self, folder: str | Path, shape: ModelShape) -> None:
         """Open the folder. Raises UserError unless it holds exactly the tensors of `shape`, each of the right shape."""
         self.folder = Path(folder)
+        self.shape = shape
         self._file_of = {name: path for path in _weight_files(self.folder) for name in _names(path)}
         self._check_names(hf_shapes(shape))
 
@@ -40,6 +46,26 @@ class HFFolder:
         with safe_open(self._file_of[name], framework="pt") as file:
             return file.get_tensor(name)
 
+    def specs(self) -> dict[str, TensorSpec]:
+        """Return the type and shape of each tensor, in model order. Raises UserError for a type that weights do not have."""
+        names = {code: name for name, (code, _) in DTYPES.items()}
+        specs = {}
+        for path, held in self._by_file(hf_shapes(self.shape)).items():
+            with safe_open(path, framework="numpy") as file:
+                for name in held:
+                    code = file.get_slice(name).get_dtype()
+                    if code not in names:
+                        raise UserError(f"{path}: {name} is of type {code}; expected {', '.join(names)}")
+                    specs[name] = TensorSpec(names[code], tuple(file.get_slice(name).get_shape()))
+        return {name: specs[name] for name in hf_shapes(self.shape)}
+
+    def _by_file(self, names: Iterable[str]) -> dict[Path, list[str]]:
+        """Return the names in each file: a mixture of experts has thousands of them in one, which is opened once."""
+        in_files: dict[Path, list[str]] = {}
+        for name in names:
+            in_files.setdefault(self._file_of[name], []).append(name)
+        return in_files
+
     def _check_names(self, expected: dict[str, tuple[int, ...]]) -> None:
         missing, extra = expected.keys() - self._file_of.keys(), self._file_of.keys() - expected.keys()
         extra = {name for name in extra if not _is_derived(name, expected)}
@@ -47,10 +73,7 @@ class HFFolder:
             raise UserError(f"{self.folder}: {len(missing)} tensors are missing, among them {min(missing)}")
         if extra:
             raise UserError(f"{self.folder}: {len(extra)} tensors belong to no parameter, among them {min(extra)}")
-        in_files: dict[Path, list[str]] = {}
-        for name in expected:
-            in_files.setdefault(self._file_of[name], []).append(name)
-        for path, names in in_files.items():  # opened once: a mixture of experts has thousands of tensors in a file
+        for path, names in self._by_file(expected).items():
             with safe_open(path, framework="numpy") as file:
                 for name in names:
                     found = tuple(file.get_slice(name).get_shape())
@@ -59,53 +82,30 @@ class HFFolder:
 
 
 def write_hf_folder(
-    tensors: Iterable[tuple[str, "Tensor"]], source: Path, destination: Path, max_shard_bytes: int = MAX_SHARD_BYTES
+    tensors: Iterable[tuple[str, "Tensor"]],
+    specs: Mapping[str, TensorSpec],
+    source: Path,
+    destination: Path,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write `tensors` as sharded safetensors, with config and tokenizer from `source`, to the new folder `destination`.
 
-    Holds one shard in memory at a time. The folder appears under its name only when it is complete.
+    `specs` says what comes, in order. Holds one tensor at a time. The folder appears under its name only when it is complete.
     """
-    from safetensors.torch import save_file
-
     temporary = destination.with_name(destination.name + ".incomplete")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    shards: list[list[str]] = []
-    held: dict[str, Tensor] = {}
-    dtype, total_bytes = "", 0
-
-    def flush() -> None:
-        if held:
-            save_file(held, temporary / f"shard-{len(shards)}", metadata={"format": "pt"})
-            shards.append(list(held))
-            held.clear()
-
-    for name, tensor in tensors:
-        if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > max_shard_bytes:
-            flush()
-        held[name] = tensor.cpu().contiguous()
-        dtype, total_bytes = str(tensor.dtype).removeprefix("torch."), total_bytes + tensor.nbytes
-    flush()
-    _name_shards(temporary, shards, total_bytes)
-    _carry_companions(source, temporary, dtype)
-    shutil.rmtree(destination, ignore_errors=True)
-    temporary.rename(destination)
+    try:
+        write_safetensors(tensors, specs, temporary, max_shard_bytes)
+        carry_companions(source, temporary, next(iter(specs.values())).dtype)
+        shutil.rmtree(destination, ignore_errors=True)
+        temporary.rename(destination)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _name_shards(folder: Path, shards: list[list[str]], total_bytes: int) -> None:
-    if len(shards) == 1:
-        (folder / "shard-0").rename(folder / SINGLE_FILE)
-        return
-    weight_map = {}
-    for number, names in enumerate(shards):
-        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        (folder / f"shard-{number}").rename(folder / file)
-        weight_map.update(dict.fromkeys(names, file))
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
-
-
-def _carry_companions(source: Path, destination: Path, dtype: str) -> None:
+def carry_companions(source: Path, destination: Path, dtype: str) -> None:
+    """Copy config and tokenizer; the config names the type of the weights."""
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)
     (destination / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2))
@@ -117,6 +117,11 @@ def _carry_companions(source: Path, destination: Path, dtype: str) -> None:
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
     if not index.exists():
+        if (folder / ".metadata").exists():
+            raise UserError(
+                f"{folder}: a megatron checkpoint, where a Hugging Face folder is needed; convert it: "
+                "tools/convert_checkpoint.py megatron-to-hf"
+            )
         if not (folder / SINGLE_FILE).exists():
             raise UserError(
                 f"{folder}: no weights: expected {SINGLE_FILE} or {INDEX_FILE} (model.init=random needs none)"

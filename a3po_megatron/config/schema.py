@@ -28,7 +28,10 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The Hugging Face folder that defines the model: `config.json`, tokenizer and (unless `init: random`) weights."""
+    """The Hugging Face folder that defines the model: `config.json`, tokenizer and (unless `init: random`) weights.
+
+    A warm start also takes a megatron checkpoint of `tools/convert_checkpoint.py`; vLLM, and so a run of all roles, does not.
+    """
 
     path: str = ""
     init: Literal["pretrained", "random"] = "pretrained"

@@ -17,7 +17,7 @@ from a3po_megatron.evaluate.loop import Plan, answer_problems
 from a3po_megatron.evaluate.own_servers import with_own_servers
 from a3po_megatron.evaluate.result import Result, result_of
 from a3po_megatron.evaluate.running_fleet import RunningFleet
-from a3po_megatron.evaluate.target import Target, read_run_config, read_served_model, read_target, select_sets
+from a3po_megatron.evaluate.target import Target, read_served_model, read_target, select_sets
 from a3po_megatron.records import Problem
 from a3po_megatron.reward.build import Rewards, check_reward
 from a3po_megatron.rollout.generator import Generator
@@ -85,12 +85,6 @@ def check(config: EvaluateConfig, target: Target) -> int:
             f"{model.max_positions} positions (max_position_embeddings)"
         )
     return model.vocab_size
-
-
-def world_size_of(target: Target) -> int:
-    """Return the number of ranks that a checkpoint is exported with: those of its run."""
-    assert target.run is not None, "a checkpoint belongs to a run"
-    return read_run_config(target.run).actor.world_size
 
 
 def prepare(config: EvaluateConfig, target: Target) -> Job:

@@ -44,7 +44,7 @@ def read_target(config: EvaluateConfig) -> tuple[Target, EvaluateConfig]:
         raise UserError(f"target={text}: no such folder; name a Hugging Face folder, a checkpoint or a run's folder")
     if (folder / MARKER).exists() or folder.name.startswith("step_"):
         check_complete(folder)
-        run = folder.resolve().parent.parent
+        run = run_of(folder)
         settings = read_run_config(run)
         model = Path(settings.model.path)
         return Target("checkpoint", f"{run.name}_{folder.name}", model, run=run), _settings_of(settings)
@@ -86,6 +86,11 @@ def _settings_of(run: Config) -> EvaluateConfig:
     own = EvaluateConfig()
     data = replace(own.data, task="arithmetic", arithmetic=run.task)
     return replace(own, data=data, reward=RewardConfig(kind="exact"))
+
+
+def run_of(checkpoint: Path) -> Path:
+    """Return the folder of the run that a checkpoint belongs to."""
+    return checkpoint.resolve().parent.parent
 
 
 def read_run_config(run: Path) -> Config:

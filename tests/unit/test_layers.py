@@ -54,6 +54,7 @@ TORCH_FREE = [
     "batching.packing",
     "data.arithmetic",
     "actor.hf_folder",
+    "actor.weights_folder",
     "evaluate.build",
     "estimate.plan",
 ]

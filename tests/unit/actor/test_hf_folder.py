@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from a3po_megatron.actor.hf_folder import HFFolder, write_hf_folder
 from a3po_megatron.actor.hf_mapping import hf_shapes
+from a3po_megatron.actor.safetensors_writer import TensorSpec
 from a3po_megatron.config.model_shape import ModelShape
 from a3po_megatron.errors import UserError
 
@@ -19,6 +20,10 @@ SHAPE = ModelShape("qwen3", 2, 12, 20, 4, 2, 5, 131, 64, 1e-6, 1e4, False)
 @pytest.fixture
 def tensors() -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape) for name, shape in hf_shapes(SHAPE).items()}
+
+
+def specs_of(tensors: dict[str, torch.Tensor]) -> dict[str, TensorSpec]:
+    return {name: TensorSpec("float32", tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def test_a_whole_folder_is_read_tensor_by_tensor(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -34,7 +39,7 @@ def test_a_folder_is_written_in_shards_with_config_and_tokenizer(
     source.mkdir()
     (source / "config.json").write_text('{"model_type": "qwen3", "torch_dtype": "bfloat16"}')
     (source / "tokenizer.json").write_text("{}")
-    write_hf_folder(iter(tensors.items()), source, destination, max_shard_bytes=10_000)
+    write_hf_folder(iter(tensors.items()), specs_of(tensors), source, destination, max_shard_bytes=10_000)
     files = sorted(path.name for path in destination.glob("*.safetensors"))
     assert len(files) > 2
     assert all((destination / file).stat().st_size < 12_000 for file in files)
@@ -54,7 +59,7 @@ def test_an_interrupted_write_leaves_no_folder_of_that_name(tmp_path: Path, tens
         raise ConnectionError
 
     with pytest.raises(ConnectionError):
-        write_hf_folder(stream(), tmp_path, tmp_path / "destination")
+        write_hf_folder(stream(), specs_of(tensors), tmp_path, tmp_path / "destination")
     assert not (tmp_path / "destination").exists()
 
 
