@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 
 from a3po_megatron.config.schema import RolloutConfig
 from a3po_megatron.records import Int32
@@ -111,8 +112,7 @@ class Fleet:
         RequestOverdue, and ReplicaError when the request is refused or fails on three replicas.
         """
         partial = PartialGeneration() if partial is None else partial
-        prompt = [int(token) for token in prompt_ids]
-        prompt_hash = hash(tuple(prompt))
+        prompt_hash = hash(np.asarray(prompt_ids).tobytes())
         deadline: float | None = None
         failures, part, replica = 0, 0, None
         while True:
@@ -120,7 +120,7 @@ class Fleet:
             part += 1
             deadline = deadline or time.monotonic() + self._config.request_timeout_s
             name, left_s = f"{request_id}.{part}", max(0.0, deadline - time.monotonic())
-            call = replica.client.generate(prompt, sampling, name, lambda: self.version, partial, left_s)
+            call = replica.client.generate(prompt_ids, sampling, name, lambda: self.version, partial, left_s)
             try:
                 return await unless_dropped(replica, call)
             except (RequestRefused, RequestOverdue):

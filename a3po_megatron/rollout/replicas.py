@@ -68,13 +68,16 @@ class Replicas:
         await self.notify()
 
     async def drop(self, name: str, reason: str) -> None:
-        """Fence a replica: its calls end. An unknown name is not an error: two sides may see one death."""
+        """Fence a replica: its calls end. An unknown name is not an error: two sides may see one death.
+
+        It is fenced too, for the status to show: a supervisor tells so of a slot that it retired.
+        """
         replica = self._replicas.pop(name, None)
-        if replica is None:
-            return
-        self.fenced[name] = reason
+        self.fenced.setdefault(name, reason)
         while len(self.fenced) > MAX_FENCED_REMEMBERED:
             del self.fenced[next(iter(self.fenced))]
+        if replica is None:
+            return
         replica.failed.set()
         await replica.client.aclose()
         await self.notify()

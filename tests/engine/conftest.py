@@ -62,7 +62,8 @@ class LiveServer:
     async def fleet(self, **changes) -> "LiveFleet":
         """Return a fleet of this one server."""
         fleet = Fleet(rollout_config(**changes), TOKEN, self.rendezvous_dir, self.version, VOCABULARY)
-        assert await fleet.register("live", self.server.url, 1) == {"state": "current", "reason": ""}
+        world_size = self.config.tensor_parallel
+        assert await fleet.register("live", self.server.url, world_size) == {"state": "current", "reason": ""}
         return LiveFleet(fleet, self, Sender(fleet, timeout_s=30))
 
 
@@ -88,9 +89,9 @@ def tensors_of(model: Qwen3ForCausalLM) -> list[tuple[str, torch.Tensor]]:
 
 
 @contextmanager
-def serving(folder: Path, name: str, pace_file: Path, model: Qwen3ForCausalLM) -> Iterator[Server]:
+def serving(folder: Path, name: str, pace_file: Path, model: Qwen3ForCausalLM, **changes) -> Iterator[Server]:
     """Start a server with `model` as version 0, end it with the block."""
-    config = rollout_config()
+    config = rollout_config(**changes)
     port = choose_port(config, 0)
     command = server_command(config, save_model(model, folder / "model"), "cpu", port, seed=0)
     command += ["--scheduler-cls", "tests.engine.paced_scheduler.PacedScheduler"]
@@ -99,7 +100,7 @@ def serving(folder: Path, name: str, pace_file: Path, model: Qwen3ForCausalLM) -
 
     async def wait_ready() -> None:
         client = ReplicaClient(name, server.url, TOKEN, config, VOCABULARY)
-        assert await server.wait_ready(client, config) == 1
+        assert await server.wait_ready(client, config) == config.tensor_parallel
         await client.aclose()
 
     with ThreadPoolExecutor(1) as pool:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from array import array
 
 import httpx
 import pytest
@@ -64,7 +65,10 @@ def test_the_request_asks_for_the_plain_distribution_and_salts_the_prompt_cache_
 
 
 def test_a_response_goes_on_after_the_tokens_it_has():
-    replica, partial = FakeReplica("r0"), PartialGeneration([9, 8], [-0.1, -0.2], [0, 0])
+    replica, partial = (
+        FakeReplica("r0"),
+        PartialGeneration(array("i", [9, 8]), array("f", [-0.1, -0.2]), array("i", [0, 0])),
+    )
     result = asyncio.run(client_of(replica).generate([2, 3], SAMPLING, "r", lambda: 0, partial))
     assert replica.requests[0]["token_ids"] == [2, 3, 9, 8]
     assert replica.requests[0]["sampling_params"]["max_tokens"] == 2

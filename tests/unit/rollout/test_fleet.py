@@ -100,6 +100,18 @@ def test_a_late_joiner_answers_only_after_a_publication(tmp_path):
     assert len(setup.replicas["late"].requests) == 2
 
 
+def test_the_status_shows_a_slot_that_its_supervisor_retired(tmp_path):
+    async def run():
+        setup = Setup(tmp_path, "a")
+        await setup.register("a")
+        await setup.fleet.deregister("n-0", "retired: failed 4 times")
+        return setup.fleet.status()
+
+    status = asyncio.run(run())
+    assert status["fenced"] == {"n-0": "retired: failed 4 times"}
+    assert set(status["replicas"]) == {"a"}
+
+
 def test_a_fleet_that_lost_all_replicas_asks_for_a_publication(tmp_path):
     async def run():
         setup = Setup(tmp_path, "a", "b")
