@@ -62,7 +62,7 @@ class Publisher:
         """
         if self._link is None:
             while self._control.tell(None) == SEND:  # the others wait here for the controller
-                for _ in self._actor.export_weights(first_stage_only=True):
+                for _ in self._actor.export_weights(to_first_rank=True):
                     pass
             return 0.0
         waited_s, again = 0.0, True
@@ -116,7 +116,7 @@ class Publisher:
         self._control.tell(SEND)
         assert self._sender is not None
         keep_in = Path(plan["keep_in"]) if plan["keep_in"] else None
-        stream = self._actor.export_weights(first_stage_only=True)
+        stream = self._actor.export_weights(to_first_rank=True, room=self._sender.room)
         sent = self._sender.send(self._specs, stream, version, plan["bucket_bytes"], keep_in)
         if sent.error:
             self.close()

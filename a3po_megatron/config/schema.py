@@ -159,6 +159,9 @@ class RolloutConfig:
     # True: the newest weights also lie below `run.dir` as files, so that a replica that was restarted gets them at once; False:
     # it waits for the next publication
     keep_published: bool = True
+    # Nats by which the mean log-probability of a probe prompt may move from one version to the next; a replica beyond it holds
+    # garbage and is dropped. 0: no probe
+    probe_max_change: float = 3.0
     bucket_bytes: int = 67108864  # largest piece of weights in one broadcast; a larger tensor travels alone
 
     startup_timeout_s: float = 300.0  # until a started server has generated its first token

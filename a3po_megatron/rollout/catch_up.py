@@ -14,6 +14,7 @@ from typing import Any
 from a3po_megatron.config.schema import RolloutConfig
 from a3po_megatron.rollout.control import encode_update
 from a3po_megatron.rollout.in_flight import go_on, stop_for_update
+from a3po_megatron.rollout.probe import Probe
 from a3po_megatron.rollout.replicas import Replica, Replicas
 from a3po_megatron.rollout.transfer_messages import FILES_UNUSABLE, version_folder
 
@@ -23,11 +24,12 @@ Manifest = Mapping[str, Sequence[Any]]  # names, dtypes and shapes of all tensor
 class CatchUps:
     """The kept version, and those that it is being read by."""
 
-    def __init__(self, config: RolloutConfig, replicas: Replicas, folder: Path) -> None:
+    def __init__(self, config: RolloutConfig, replicas: Replicas, folder: Path, probe: Probe) -> None:
         """`folder`: where versions lie, each in a folder of its own."""
         self._config = config
         self._replicas = replicas
         self._folder = folder
+        self._probe = probe
         self._kept: tuple[int, bytes] | None = None  # version, the update that tells a replica to read it
         self._lying: set[int] = set()  # versions in the folder
         self._reads: dict[Replica, int] = {}  # which version each reads
@@ -76,6 +78,7 @@ class CatchUps:
             await stop_for_update(replica, self._config)
             await load(replica, update, self._config)
             await replica.client.finish_weight_update(version)
+            await self._probe.check(replica, version)
             await go_on(replica)
 
         try:

@@ -4,6 +4,7 @@ Imports neither torch nor vllm. Every call has a deadline; an error says which s
 """
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -100,6 +101,14 @@ class ServerControl:
             "POST", "/finish_weight_update", "end of the weight update", json={"weight_version": str(version)}
         )
 
+    async def probe_logprobs(self) -> list[float]:
+        """Return the paused server's log-probabilities of the probe's prompt (`probe_engine.py`); NaN where not finite."""
+        answer = await self._call("POST", "/collective_rpc", "probe", json={"method": "probe_logprobs"})
+        for of_worker in self._decode(answer, _ProbeAnswer).results:
+            if of_worker is not None:
+                return [math.nan if value is None else value for value in of_worker]
+        raise ReplicaError(f"{self._who()}: no worker answered the probe")
+
     async def aclose(self) -> None:
         """Close all connections; the server aborts what they were waiting for."""
         await self._http.aclose()
@@ -136,6 +145,10 @@ class ServerControl:
 
 class _WorldSize(msgspec.Struct):
     world_size: int
+
+
+class _ProbeAnswer(msgspec.Struct):
+    results: list[list[float | None] | None]  # of each worker; only one of them sees the logits
 
 
 class _WeightInfo(msgspec.Struct):

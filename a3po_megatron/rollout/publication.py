@@ -2,7 +2,7 @@
 
     begin   pause every replica -> in the background: (join the group, when membership changed) -> start -> receive
     ...     the actor joins as rank 0 and sends, while the replicas receive
-    finish  wait for the receivers -> finish(version) on each -> resume
+    finish  wait for the receivers -> finish(version) and probe on each -> resume
 
 When a member dies on the way, the others' group breaks. `finish` then answers `again`: the survivors stay paused, and the actor
 begins the same version anew, under a new epoch, for those that lack it. In `file` mode there is no group, and the replicas are
@@ -21,6 +21,7 @@ from a3po_megatron.config.schema import RolloutConfig
 from a3po_megatron.rollout.catch_up import CatchUps, Manifest, load
 from a3po_megatron.rollout.control import ReplicaError, encode_update
 from a3po_megatron.rollout.in_flight import go_on, stop_for_update
+from a3po_megatron.rollout.probe import Probe
 from a3po_megatron.rollout.replicas import Replica, Replicas
 from a3po_megatron.rollout.transfer_messages import FILES_UNUSABLE, GROUP_BROKEN, Transfer, version_folder
 
@@ -56,9 +57,10 @@ class Publications:
         self._folder = folder.resolve()
         self._publication: _Publication | None = None
         self._lock = asyncio.Lock()
+        self._probe = Probe(config)
         self._joined: tuple[str, ...] = ()  # members of the weight group of this epoch; empty: none that works
         self._store: Path | None = None
-        self._catch_ups = CatchUps(config, replicas, self._published)
+        self._catch_ups = CatchUps(config, replicas, self._published, self._probe)
         self.epoch = 0
 
     @property
@@ -193,9 +195,7 @@ class Publications:
         complete = [r for r in members if r.client.name not in publication.broken] if publication.receiving else []
         if publication.transfer == "file" and not complete and FILES_UNUSABLE in str(publication.failed):
             self._catch_ups.forget()  # the actor writes them again
-        publication.failed |= await self._replicas.on_each(complete, lambda r: r.client.finish_weight_update(version))
-        publication.done += complete
-        publication.done = [r for r in publication.done if self._replicas.holds(r)]
+        await self._complete(publication, complete)
         lacking = [r for r in members if self._replicas.holds(r) and not _is_in(r, publication.done)]
         if lacking or not publication.done:
             if publication.attempt < MAX_ATTEMPTS:
@@ -209,6 +209,24 @@ class Publications:
             reasons = "; ".join(publication.failed.values()) or error or "all were dropped"
             raise PublicationError(f"version {version} reached no replica in {MAX_ATTEMPTS} attempts: {reasons}")
         return await self._make_current(publication)
+
+    async def _complete(self, publication: _Publication, filled: list[Replica]) -> None:
+        """Bring those that are filled to the version, paused, and drop whoever fails the probe."""
+        version = publication.version
+
+        async def finish(replica: Replica) -> None:
+            await replica.client.finish_weight_update(version)
+            await self._probe.ask(replica)
+
+        publication.failed |= await self._replicas.on_each(filled, finish)
+        reasons = self._probe.judge(version)
+        for name, reason in reasons.items():
+            await self._replicas.drop(name, reason)
+        publication.failed |= reasons
+        publication.done = [r for r in [*publication.done, *filled] if self._replicas.holds(r)]
+        if reasons and not publication.done and not any(True for _ in self._replicas):
+            # Other replicas would be sent the same weights.
+            raise PublicationError(f"version {version}: every replica failed the probe: {'; '.join(reasons.values())}")
 
     async def _make_current(self, publication: _Publication) -> dict[str, Any]:
         """Resume those that are done, under the new version."""

@@ -20,7 +20,7 @@ from tools.replica_stand_in import Fault, digest_of
 pytestmark = pytest.mark.timeout(120)
 
 NUM_TENSORS = 6
-LIMITS = {"transfer_timeout_s": 2.0, "control_timeout_s": 5.0, "startup_timeout_s": 20.0}
+LIMITS = {"transfer_timeout_s": 2.0, "control_timeout_s": 5.0, "startup_timeout_s": 20.0, "probe_max_change": 0.0}
 
 
 def tensors_of(version: int) -> list[tuple[str, torch.Tensor]]:

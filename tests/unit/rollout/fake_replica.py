@@ -17,6 +17,7 @@ class FakeReplica(httpx.AsyncBaseTransport):
         self.calls = calls if calls is not None else []  # shared by replicas, to see the order of calls
         self.version = "0"
         self.broken: set[str] = set()  # paths that answer 500
+        self.probe: list[float | None] = [-1.0, -2.0]  # its log-probabilities of the probe's prompt
         self.breaks = ""  # path that answers, once, that the weight group broke
         self.dies_after: int | None = None  # tokens of a response
         self.hangs = False  # generates no more, and does not say so
@@ -45,6 +46,8 @@ class FakeReplica(httpx.AsyncBaseTransport):
             return httpx.Response(500, text=f"call failed: {GROUP_BROKEN}: a member died")
         if path == "/metrics":
             return httpx.Response(200, text=self._metrics())
+        if path == "/collective_rpc":
+            return httpx.Response(200, json={"results": [self.probe]})
         if path == "/inference/v1/generate":
             self.requests.append(body)
             if self.garbage is not None:
