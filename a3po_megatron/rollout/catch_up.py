@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from a3po_megatron.config.schema import RolloutConfig
-from a3po_megatron.rollout.control import encode_update
+from a3po_megatron.rollout.control import ReplicaError, encode_update
 from a3po_megatron.rollout.in_flight import go_on, stop_for_update
 from a3po_megatron.rollout.probe import Probe
 from a3po_megatron.rollout.replicas import Replica, Replicas
@@ -76,7 +76,12 @@ class CatchUps:
     async def _fill(self, replica: Replica, version: int, update: bytes) -> None:
         async def fill(replica: Replica) -> None:
             await stop_for_update(replica, self._config)
-            await load(replica, update, self._config)
+            try:
+                await load(replica, update, self._config)
+            except ReplicaError as error:
+                if FILES_UNUSABLE in str(error) and self.has(version):
+                    self.forget()  # else every newcomer would be dropped for it
+                raise
             await replica.client.finish_weight_update(version)
             await self._probe.check(replica, version)
             await go_on(replica)
@@ -85,8 +90,6 @@ class CatchUps:
             failed = await self._replicas.on_each([replica], fill)
         finally:
             del self._reads[replica]
-        if any(FILES_UNUSABLE in reason for reason in failed.values()) and self.has(version):
-            self.forget()  # else every newcomer would be dropped for it
         if not failed and version == self._replicas.version:  # else it waits for the next publication
             replica.state = "current"
         self._remove_old()
