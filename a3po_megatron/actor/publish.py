@@ -8,7 +8,6 @@ controller and is in the weight group. A model with a tied head sends its embedd
 """
 
 import base64
-import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -70,11 +69,10 @@ class Publisher:
         while again:
             plan = self._begin(version)
             waited_s += float(plan["waited_s"])
-            began = time.monotonic()
             sent = self._attempt(version, plan)
             if sent.keep_error:
                 self._say_not_kept(version, sent.keep_error)
-            message = PublicationSent(version, time.monotonic() - began, sent.num_bytes, sent.error, sent.kept)
+            message = PublicationSent(version, sent.error, sent.kept)
             outcome = self._finish(message)
             for name, reason in outcome["failed"].items():
                 print(f"actor: version {version} did not reach replica {name}: {reason}", flush=True)

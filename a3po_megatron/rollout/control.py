@@ -5,7 +5,8 @@ Imports neither torch nor vllm. Every call has a deadline; an error says which s
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import httpx
@@ -89,9 +90,10 @@ class ServerControl:
         """Prepare the paused server's model for loading."""
         await self._call("POST", "/start_weight_update", "start of the weight update")
 
-    async def update_weights(self, info: Mapping[str, Any], timeout_s: float) -> None:
-        """Receive one version (`weight_engine.VersionInfo`); returns once every tensor is loaded and verified."""
-        await self._call("POST", "/update_weights", "weights", timeout_s, json={"update_info": info})
+    async def update_weights(self, update: bytes, timeout_s: float) -> None:
+        """Receive one version (`encode_update`); returns once every tensor is loaded and verified."""
+        headers = {"Content-Type": "application/json"}
+        await self._call("POST", "/update_weights", "weights", timeout_s, content=update, headers=headers)
 
     async def finish_weight_update(self, version: int) -> None:
         """Complete the update; tokens drawn from now on carry `version`."""
@@ -151,6 +153,17 @@ class _ProbeAnswer(msgspec.Struct):
 
 class _WeightInfo(msgspec.Struct):
     weight_version: str
+
+
+def encode_update(
+    version: int, manifest: Mapping[str, Sequence[Any]], bucket_bytes: int, folder: Path | None = None
+) -> bytes:
+    """Return the body that announces `version` to any number of servers: megabytes for a model of many experts.
+
+    `folder`: where it lies as files; None: it comes through the weight group.
+    """
+    info = {"version": version, "bucket_bytes": bucket_bytes, "folder": str(folder or ""), **manifest}
+    return msgspec.json.encode({"update_info": info})
 
 
 def describe(error: Exception) -> str:

@@ -92,7 +92,7 @@ class Fleet:
             )
             await self._replicas.add(replica)
             if not up_to_date:
-                self._publications.catch_up(replica)
+                self._publications.catch_up()
             task = asyncio.create_task(self._watch(replica), name=f"watch {name}")
             self._watches.add(task)
             task.add_done_callback(self._watches.discard)

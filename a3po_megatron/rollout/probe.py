@@ -35,9 +35,10 @@ class Probe:
         if self._max_change:
             self._answers[replica.client.name] = await replica.client.probe_logprobs()
 
-    def judge(self, version: int) -> dict[str, str]:
-        """Return name -> reason of those that failed among all that were asked since the last call."""
-        answers, self._answers = self._answers, {}
+    def judge(self, version: int, answers: Mapping[str, Logprobs] | None = None) -> dict[str, str]:
+        """Return name -> reason of those that failed among `answers`, or among all that were asked since the last call."""
+        if answers is None:
+            answers, self._answers = self._answers, {}
         failed = {name: "its log-probabilities are not finite" for name in answers if not _is_finite(answers[name])}
         if self._reference is not None:
             known, before = self._reference
@@ -49,15 +50,17 @@ class Probe:
                     )
         candidates = {name: answer for name, answer in answers.items() if name not in failed}
         failed |= self._disagreeing(candidates)
-        if passed := [answer for name, answer in candidates.items() if name not in failed]:
+        passed = [answer for name, answer in candidates.items() if name not in failed]
+        if passed and (self._reference is None or version >= self._reference[0]):  # files may be of the version before
             self._reference = version, passed[0]
         return {name: f"replica {name} failed the probe of version {version}: {why}" for name, why in failed.items()}
 
     async def check(self, replica: Replica, version: int) -> None:
-        """Raise ReplicaError unless one replica, filled from files, passes."""
-        await self.ask(replica)
-        for reason in self.judge(version).values():
-            raise ReplicaError(reason)
+        """Raise ReplicaError unless one replica, filled from files, passes. A publication may go on meanwhile."""
+        if self._max_change:
+            answers = {replica.client.name: await replica.client.probe_logprobs()}
+            for reason in self.judge(version, answers).values():
+                raise ReplicaError(reason)
 
     def _disagreeing(self, answers: Mapping[str, Logprobs]) -> dict[str, str]:
         """Return those that are not with the majority, or, where there is none, with the one next to the last version."""

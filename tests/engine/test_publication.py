@@ -15,6 +15,7 @@ from a3po_megatron.rollout.client import Generation, PartialGeneration
 from a3po_megatron.rollout.fleet import Fleet
 from a3po_megatron.rollout.publication import PublicationError
 from a3po_megatron.rollout.sampling import SamplingSettings
+from a3po_megatron.rollout.transfer_messages import FILES_UNUSABLE
 from a3po_megatron.rollout.weight_sender import WeightSender
 from tests.engine.conftest import TOKEN, LiveServer, rollout_config, tensors_of
 from tests.engine.paced_scheduler import slow_from
@@ -330,5 +331,33 @@ def test_a_server_that_comes_late_gets_the_current_weights_from_files_before_its
         assert (await fleet.register("live", live.server.url, 1))["state"] == "behind"
         await check_exact(live, fleet, "late")
         await fleet.aclose()
+
+    asyncio.run(run())
+
+
+def test_a_server_that_finds_damaged_files_says_so_and_they_are_read_no_more(live):
+    """The controller knows by the server's words that the files are to blame; the next publication mends the server."""
+    model = make_model(live.version + 701)
+
+    async def run() -> None:
+        fleet = Fleet(rollout_config(), TOKEN, live.rendezvous_dir, live.version, VOCABULARY)
+        with ReplicaProcess() as other:
+            await fleet.register("other", other.url, 1)
+            await Sender(fleet, timeout_s=30).publish(tensors_of(model), live.version + 1)
+            last = sorted(live.rendezvous_dir.glob("published/version_*/bucket_*.safetensors"))[-1]
+            last.write_bytes(last.read_bytes()[:-7])
+            assert (await fleet.register("live", live.server.url, 1))["state"] == "behind"
+            async with asyncio.timeout(60):
+                while "live" not in fleet.status()["fenced"]:
+                    await asyncio.sleep(0.01)
+        reason = fleet.status()["fenced"]["live"]
+        assert FILES_UNUSABLE in reason, reason
+        assert "the file was cut off" in reason, reason
+        assert not fleet._publications.keeps_current
+        await fleet.aclose()
+        mended = await live.fleet()
+        await mended.publish(model)
+        await check_exact(live, mended.fleet, "mended")
+        await mended.fleet.aclose()
 
     asyncio.run(run())

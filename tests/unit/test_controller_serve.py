@@ -13,7 +13,7 @@ import pytest
 from a3po_megatron import wire
 from a3po_megatron.controller.link import ActorLink, ControllerError
 from a3po_megatron.controller.loop import Controller
-from a3po_megatron.controller.messages import RegisterReplica, WeightManifest
+from a3po_megatron.controller.messages import PublicationSent, RegisterReplica, WeightManifest
 from a3po_megatron.controller.serve import Stopped, bind, serve
 from a3po_megatron.controller.waiting import first_cause
 from a3po_megatron.errors import UserError, exit_on_user_error
@@ -48,7 +48,7 @@ def actor(link: ActorLink, port: int) -> list[int]:
             sizes.append(len(batch.samples))
             plan = link.begin_publication(WeightManifest(version + 1, ["w"], ["float32"], [[2]]))
             assert plan["rendezvous"]["world_size"] == 2
-            assert link.finish_publication(version + 1, 0.1, 8)["members"] == ["r0"]
+            assert link.finish_publication(PublicationSent(version + 1))["members"] == ["r0"]
             link.report_step(version, version, {"loss": 0.1, "parity/logprob_max_abs": None})
         link.done("finished")
     return sizes

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import httpx
 
-from a3po_megatron.rollout.transfer_messages import GROUP_BROKEN
+from a3po_megatron.rollout.transfer_messages import FILES_UNUSABLE, GROUP_BROKEN
 
 
 class FakeReplica(httpx.AsyncBaseTransport):
@@ -26,6 +26,9 @@ class FakeReplica(httpx.AsyncBaseTransport):
         self.num_running = 0
         self.num_tokens = 0
         self.num_waiting = 0  # what its metrics say
+        self.cannot_read = False  # finds the files of every version damaged
+        self.may_read = asyncio.Event()  # cleared: reads files for ever
+        self.may_read.set()
         self.running = asyncio.Event()
         self.running.set()
         self.requests: list[dict] = []
@@ -61,6 +64,10 @@ class FakeReplica(httpx.AsyncBaseTransport):
             self.joins.append(body["init_info"])
         elif path == "/update_weights":
             self.updates.append(body["update_info"])
+            if body["update_info"]["folder"]:
+                await self.may_read.wait()
+                if self.cannot_read:
+                    return httpx.Response(500, text=f"call failed: {FILES_UNUSABLE}: damaged")
         elif path == "/finish_weight_update":
             self.version = body["weight_version"]
         return httpx.Response(200, json={"world_size": 1})

@@ -1,12 +1,15 @@
 """The fleet with replicas that are fakes at the HTTP level: order of a publication, membership, failures."""
 
 import asyncio
+import json
 
 import pytest
 
+from a3po_megatron.rollout import publication
 from a3po_megatron.rollout.client import PartialGeneration
-from a3po_megatron.rollout.control import ReplicaError
+from a3po_megatron.rollout.control import ReplicaError, encode_update
 from a3po_megatron.rollout.publication import PublicationError
+from a3po_megatron.rollout.transfer_messages import GROUP_BROKEN
 from tests.unit.rollout.fleet_of_fakes import MANIFEST, SAMPLING, Setup
 
 
@@ -235,6 +238,42 @@ def test_survivors_of_a_broken_group_stay_paused_and_are_filled_under_a_new_epoc
     assert [len(setup.replicas[name].updates) for name in "ac"] == [1, 1]
     assert setup.replicas["a"].version == setup.replicas["c"].version == "1"
     assert setup.fleet.version == 1
+
+
+def test_a_survivor_of_several_workers_is_restarted(tmp_path):
+    async def run():
+        setup = Setup(tmp_path, "a", "b")
+        await setup.register("a", world_size=2)
+        await setup.register("b")
+        setup.replicas["a"].breaks = setup.replicas["b"].breaks = "/update_weights"
+        first = await setup.publish(1)
+        return setup, first, await setup.publish(1)
+
+    setup, first, second = asyncio.run(run())
+    assert first["again"]
+    assert set(first["failed"]) == {"a"}
+    assert GROUP_BROKEN in setup.fleet.status()["fenced"]["a"]
+    assert (second["members"], second["again"]) == (["b"], False)
+
+
+def test_the_manifest_is_encoded_once_for_all_replicas(tmp_path, monkeypatch):
+    encoded: list[bytes] = []
+
+    def encode(*arguments) -> bytes:
+        encoded.append(encode_update(*arguments))
+        return encoded[-1]
+
+    monkeypatch.setattr(publication, "encode_update", encode)
+
+    async def run():
+        setup = Setup(tmp_path, "a", "b", "c")
+        await setup.register("a", "b", "c")
+        await setup.publish(1)
+        return [setup.replicas[name].updates for name in "abc"]
+
+    assert asyncio.run(run()) == [[json.loads(encoded[0])["update_info"]]] * 3
+    assert len(encoded) == 1
+    assert json.loads(encoded[0])["update_info"].items() >= {**MANIFEST, "version": 1, "folder": ""}.items()
 
 
 def test_an_nccl_group_is_asked_for_an_id_once_an_epoch(tmp_path):

@@ -2,10 +2,12 @@
 
 import asyncio
 import math
+from types import SimpleNamespace
 
 import pytest
 
 from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.rollout.control import ReplicaError
 from a3po_megatron.rollout.probe import AGREEMENT, Probe
 from a3po_megatron.rollout.publication import PublicationError
 from tests.unit.rollout.fleet_of_fakes import Setup
@@ -87,5 +89,21 @@ def test_a_probe_that_is_switched_off_asks_nobody(tmp_path):
         setup.replicas["a"].broken.add("/collective_rpc")
         assert (await setup.publish(1))["members"] == ["a"]
         await setup.fleet.aclose()
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_is_filled_from_files_is_judged_apart_from_a_publication_under_way():
+    async def run() -> None:
+        probe, late = Probe(RolloutConfig()), SimpleNamespace(name="late", answer=[-1.0, -1.0])
+        late.probe_logprobs = lambda: asyncio.sleep(0, late.answer)
+        assert judge(probe, 2, a=-1.1) == {}
+        probe._answers = {"member": [-20.0, -20.0]}
+        await probe.check(SimpleNamespace(client=late), 1)  # an older version, and no word about the member
+        assert probe.judge(2, {"b": [-1.1, -1.1]}) == {}, "the newer version stays what others are compared with"
+        assert set(probe.judge(2)) == {"member"}
+        late.answer = [-20.0, -20.0]
+        with pytest.raises(ReplicaError, match="replica late failed the probe of version 1"):
+            await probe.check(SimpleNamespace(client=late), 1)
 
     asyncio.run(run())
