@@ -154,6 +154,9 @@ class FakeSender:
     def __init__(self, group: None) -> None:
         FakeSender.made += 1
 
+    def room(self, name: str) -> None:
+        """Name no place in a bucket: the tensors are gathered into their own."""
+
     def send(self, specs: Sequence[Any], tensors: Any, version: int, bucket_bytes: int, keep_in: Path | None) -> Sent:
         digest, num_bytes = hashlib.sha256(), 0
         break_at = FakeSender.breaks_at.pop(0) if FakeSender.breaks_at else -1
