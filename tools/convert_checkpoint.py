@@ -99,9 +99,9 @@ def verify(arguments: argparse.Namespace) -> int:
     warnings.simplefilter("ignore")  # megatron warns once a module about absent GPU packages
     become_only_rank()
     from a3po_megatron.actor import device
-    from a3po_megatron.config.schema import ActorConfig
+    from a3po_megatron.actor.scoring import SETTINGS
 
-    device.start(ActorConfig())
+    device.start(SETTINGS)
     try:
         found = verify.compare(*paths, configs, tokens)
     finally:
