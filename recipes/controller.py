@@ -19,6 +19,7 @@ from a3po_megatron.controller.build import build_controller, check_controller
 from a3po_megatron.controller.serve import Stopped, bind, serve
 from a3po_megatron.controller.waiting import first_cause
 from a3po_megatron.errors import UserError, exit_on_user_error
+from a3po_megatron.rollout.garbage import collect_rarely
 from a3po_megatron.run_token import read_run_token
 
 
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_intermixed_args(arguments)
     config = load_config(TrainConfig, options.config, options.overrides)
     check_controller(config)
+    collect_rarely()
     try:
         asyncio.run(run(config, read_run_token(Path(config.run.dir))))
     except Stopped as stopped:

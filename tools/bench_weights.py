@@ -166,7 +166,7 @@ class FleetLink:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.sent: Any = None
         self.failed: dict[str, str] = {}
-        self.config = RolloutConfig(bucket_bytes=bucket_bytes, keep_published=False)
+        self.config = RolloutConfig(bucket_bytes=bucket_bytes, keep_published=False, probe_max_change=0.0)
 
         async def make() -> Fleet:
             fleet = Fleet(self.config, "token", folder / "rendezvous")

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from a3po_megatron.actor import device as devices
 from a3po_megatron.actor import parallel, pipeline
-from a3po_megatron.actor.hf_weights import export_weights, load_weights, random_source
+from a3po_megatron.actor.hf_weights import Room, export_weights, load_weights, random_source
 from a3po_megatron.actor.kernels import choose_kernels
 from a3po_megatron.actor.logprobs import make_head, token_is_greedy, token_logprobs, token_output
 from a3po_megatron.actor.model import DTYPES, build_chunks, transformer_config
@@ -149,13 +149,15 @@ class Actor:
             self.logprobs(sequences)
         return by_sequence(chosen, self._microbatches(sequences), self.settings.sequence_parallel)
 
-    def export_weights(self, first_stage_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(
+        self, to_first_rank: bool = False, room: Room = lambda name: None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor) of the current weights in model order, on every rank.
 
-        `first_stage_only`: whole on the ranks of the first pipeline stage; the others iterate all the same.
+        `to_first_rank`: whole on the first rank; the others iterate all the same. `room` may name where it receives one.
         """
         self.make_parameters_fresh()
-        return export_weights(self.models, self.shape, self.place, first_stage_only=first_stage_only)
+        return export_weights(self.models, self.shape, self.place, to_first_rank=to_first_rank, room=room)
 
     def make_parameters_fresh(self) -> None:
         """Finish the gather of updated parameters, which overlapped gathering leaves to the next forward pass. Collective."""

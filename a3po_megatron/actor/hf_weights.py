@@ -26,6 +26,7 @@ from a3po_megatron.actor.model import stage_of_each_layer
 from a3po_megatron.config.model_shape import ModelShape
 
 Source = Callable[[str], Tensor]  # Hugging Face name -> whole tensor
+Room = Callable[[str], Tensor | None]  # Hugging Face name -> where the whole tensor may be received
 
 
 def random_source(shape: ModelShape, seed: int, std: float) -> Source:
@@ -58,14 +59,16 @@ def export_weights(
     shape: ModelShape,
     place: parallel.Place,
     value: Callable[[torch.nn.Parameter], Tensor] = lambda parameter: parameter.data,
-    first_stage_only: bool = False,
+    to_first_rank: bool = False,
+    room: Room = lambda name: None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, whole tensor) in model order, on every rank of the tensor, expert and pipeline groups.
 
     Collective: all of these ranks iterate to the end. Memory is bounded by one parameter (gathered) and its Hugging Face
-    parts. `first_stage_only`: the other pipeline stages send what they hold and yield what may be empty. `value` picks what
-    is exported of a parameter, for example its gradient. The caller makes parameters fresh first
-    (`Actor.export_weights` does, under overlapped parameter gathering).
+    parts. `to_first_rank`: only the first rank of the pipeline and tensor groups gets them; the others send what they hold and
+    yield what may be empty. `room` may name where the first rank receives a tensor. `value` picks what is
+    exported of a parameter, for example its gradient. The caller makes parameters fresh first (`Actor.export_weights` does,
+    under overlapped parameter gathering).
     """
     held = {rule.hf: parameter for chunk in chunks for rule, parameter in _ruled_parameters(chunk, shape, place)}
     shapes = hf_shapes(shape)
@@ -73,14 +76,18 @@ def export_weights(
     for rule, stage in _model_order(shape, stage_of_each_layer(chunks[0].config)):
         owner, whole = stage % place.pp_size, None
         if place.pp_rank == owner and rule.hf in held:  # of an expert it is held by one expert-parallel rank
-            whole = hf_layout.join(rule.split, _gather(value(held[rule.hf]), rule, place), shape)
+            gather = _gather_to_first if to_first_rank else _gather
+            whole = gather(value(held[rule.hf]), rule, shape, place, room)
         for position, name in enumerate(rule.hf):
             tensor = whole[position] if whole else None
-            if rule.expert is not None and place.pp_rank == owner:
+            if rule.expert is not None and place.pp_rank == owner and place.ep_size > 1:
                 expert_owner = rule.expert // _experts_a_rank(shape, place)
                 tensor = _from_owner(tensor, shapes[name], like, expert_owner, parallel.ep_group())
-            bring = _to_first if first_stage_only else _from_owner
-            yield name, bring(tensor, shapes[name], like, owner, parallel.pp_group())
+            if not to_first_rank:
+                tensor = _from_owner(tensor, shapes[name], like, owner, parallel.pp_group())
+            elif place.tp_rank == 0 and (rule.expert is None or place.etp_rank == 0):
+                tensor = _to_first(tensor, shapes[name], like, owner, parallel.pp_group(), room(name))
+            yield name, like.new_empty(0) if tensor is None else tensor
 
 
 def _model_order(shape: ModelShape, stages: Sequence[int]) -> Iterator[tuple[Rule, int]]:
@@ -124,16 +131,42 @@ def _experts_a_rank(shape: ModelShape, place: parallel.Place) -> int:
     return shape.num_experts // place.ep_size
 
 
-def _gather(local: Tensor, rule: Rule, place: parallel.Place) -> list[Tensor]:
-    """Return every shard of a parameter, in rank order."""
+def _gather(local: Tensor, rule: Rule, shape: ModelShape, place: parallel.Place, _: Room) -> list[Tensor]:
+    """Return the Hugging Face tensors of a parameter on all ranks that hold a shard."""
+    size, group = _shards(rule, place)
+    shards = [local]
+    if size > 1:
+        shards = [torch.empty_like(local) for _ in range(size)]
+        dist.all_gather(shards, local.contiguous(), group=group)
+    return hf_layout.join(rule.split, shards, shape)
+
+
+def _gather_to_first(local: Tensor, rule: Rule, shape: ModelShape, place: parallel.Place, room: Room) -> list[Tensor]:
+    """Return the Hugging Face tensors of a parameter on the first rank that holds a shard, none on the others."""
+    size, group = _shards(rule, place)
+    if size == 1:
+        return hf_layout.join(rule.split, [local], shape)
+    if group.rank() != 0:
+        dist.send(local.contiguous(), group=group, group_dst=0)
+        return []
+    whole = room(rule.hf[0]) if rule.split == "vocab" else None
+    if whole is None or whole.numel() != size * local.numel():  # a padded vocabulary does not fit
+        whole = None
+    shards = (local.new_empty(size * local.numel()) if whole is None else whole).view(size, *local.shape)
+    arriving = [dist.irecv(shards[rank], group=group, group_src=rank) for rank in range(1, size)]
+    shards[0].copy_(local)
+    for receive in arriving:
+        assert receive is not None
+        receive.wait()
+    return [whole] if whole is not None else hf_layout.join(rule.split, list(shards), shape)
+
+
+def _shards(rule: Rule, place: parallel.Place) -> tuple[int, dist.ProcessGroup]:
+    """Return in how many shards a parameter lies, and the group of the ranks that hold them."""
     size, group = (
         (place.tp_size, parallel.tp_group()) if rule.expert is None else (place.etp_size, parallel.etp_group())
     )
-    if rule.split == "replicated" or size == 1:
-        return [local]
-    shards = [torch.empty_like(local) for _ in range(size)]
-    dist.all_gather(shards, local.contiguous(), group=group)
-    return shards
+    return (1 if rule.split == "replicated" else size), group
 
 
 def _from_owner(
@@ -149,14 +182,21 @@ def _from_owner(
 
 
 def _to_first(
-    whole: Tensor | None, shape: tuple[int, ...], like: Tensor, owner: int, group: dist.ProcessGroup
-) -> Tensor:
+    whole: Tensor | None,
+    shape: tuple[int, ...],
+    like: Tensor,
+    owner: int,
+    group: dist.ProcessGroup,
+    room: Tensor | None,
+) -> Tensor | None:
     """Send one tensor from the rank of `group` that holds it to the first one; nothing travels that is there already."""
     rank = group.rank()
     if owner != 0 and rank == owner:
         assert whole is not None
         dist.send(whole.contiguous(), group=group, group_dst=0)
     elif owner != 0 and rank == 0:
-        whole = torch.empty(shape, dtype=like.dtype, device=like.device)
+        whole = room
+        if whole is None:
+            whole = torch.empty(shape, dtype=like.dtype, device=like.device)
         dist.recv(whole, group=group, group_src=owner)
-    return like.new_empty(0) if whole is None else whole
+    return whole

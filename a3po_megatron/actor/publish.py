@@ -8,7 +8,6 @@ controller and is in the weight group. A model with a tied head sends its embedd
 """
 
 import base64
-import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -63,18 +62,17 @@ class Publisher:
         """
         if self._link is None:
             while self._control.tell(None) == SEND:  # the others wait here for the controller
-                for _ in self._actor.export_weights(first_stage_only=True):
+                for _ in self._actor.export_weights(to_first_rank=True):
                     pass
             return 0.0
         waited_s, again = 0.0, True
         while again:
             plan = self._begin(version)
             waited_s += float(plan["waited_s"])
-            began = time.monotonic()
             sent = self._attempt(version, plan)
             if sent.keep_error:
                 self._say_not_kept(version, sent.keep_error)
-            message = PublicationSent(version, time.monotonic() - began, sent.num_bytes, sent.error, sent.kept)
+            message = PublicationSent(version, sent.error, sent.kept)
             outcome = self._finish(message)
             for name, reason in outcome["failed"].items():
                 print(f"actor: version {version} did not reach replica {name}: {reason}", flush=True)
@@ -118,7 +116,7 @@ class Publisher:
         self._control.tell(SEND)
         assert self._sender is not None
         keep_in = Path(plan["keep_in"]) if plan["keep_in"] else None
-        stream = self._actor.export_weights(first_stage_only=True)
+        stream = self._actor.export_weights(to_first_rank=True, room=self._sender.room)
         sent = self._sender.send(self._specs, stream, version, plan["bucket_bytes"], keep_in)
         if sent.error:
             self.close()

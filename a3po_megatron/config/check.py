@@ -60,6 +60,7 @@ def check_train(config: TrainConfig, shape: ModelShape) -> None:
         raise UserError(
             "run.resume=true: a reinforcement learning run cannot be resumed yet; start it in a new run.dir"
         )
+    _check_publication_time(config)
     if config.actor.world_size > 1 and config.actor.timeout_s < config.rollout.transfer_timeout_s:
         raise UserError(
             f"actor.timeout_s={config.actor.timeout_s} is below rollout.transfer_timeout_s="
@@ -182,6 +183,15 @@ def _check_same_model(config: TrainConfig, shape: ModelShape) -> None:
     if shape.num_attention_heads % tp:
         raise UserError(
             f"rollout.tensor_parallel={tp} does not divide the model's {shape.num_attention_heads} query heads"
+        )
+
+
+def _check_publication_time(config: TrainConfig) -> None:
+    limit_s, needed_s = config.controller.publication_timeout_s, config.rollout.publication_timeout_s
+    if limit_s < needed_s:
+        raise UserError(
+            f"controller.publication_timeout_s={limit_s:g}: weights may take {needed_s:g} s to arrive (twice "
+            f"rollout.transfer_timeout_s={config.rollout.transfer_timeout_s:g}, and more); make it as long"
         )
 
 

@@ -160,19 +160,24 @@ class RolloutConfig:
     # True: the newest weights also lie below `run.dir` as files, so that a replica that was restarted gets them at once; False:
     # it waits for the next publication
     keep_published: bool = True
+    # Nats by which the mean log-probability of a probe prompt may move from one version to the next; a replica beyond it holds
+    # garbage and is dropped. 0: no probe
+    probe_max_change: float = 3.0
     bucket_bytes: int = 67108864  # largest piece of weights in one broadcast; a larger tensor travels alone
 
     startup_timeout_s: float = 300.0  # until a started server has generated its first token
-    request_timeout_s: float = 600.0  # of one response, pauses included
+    request_timeout_s: float = 1800.0  # of one response, pauses included; and of its wait for a server with room
     control_timeout_s: float = 60.0  # of one control call (pause, resume, health...)
-    transfer_timeout_s: float = 300.0  # of joining the weight group, and of sending one version
+    transfer_timeout_s: float = (
+        300.0  # of joining the weight group, of a broadcast, of all of a version into one server
+    )
     stall_timeout_s: float = (
         120.0  # a server that does not answer, or has requests and no new token, for so long is hung
     )
     controller_timeout_s: float = 120.0  # a supervisor that cannot reach the controller for so long stops
     stop_timeout_s: float = 15.0  # between asking a server to end and killing it
     heartbeat_s: float = 2.0  # between two looks at the servers and the controller
-    max_restarts: int = 3  # of one server within `restart_window_s`; one more ends the supervisor
+    max_restarts: int = 3  # of one server within `restart_window_s`; one more failure retires it
     restart_window_s: float = 600.0
 
     @property

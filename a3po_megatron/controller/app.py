@@ -16,7 +16,8 @@ from fastapi import FastAPI, Request, Response
 
 from a3po_megatron import wire
 from a3po_megatron.controller import messages
-from a3po_megatron.controller.loop import PUBLISH_AGAIN, Controller, Refused, RunOver
+from a3po_megatron.controller.loop import PUBLISH_AGAIN, Controller, RunOver
+from a3po_megatron.controller.publishing import Refused
 
 MSGPACK = "application/msgpack"
 ERROR_STATUS = {
@@ -55,7 +56,7 @@ def status_of(controller: Controller) -> dict[str, Any]:
         "buffered_groups": len(controller.buffer),
         "running_groups": len(controller.running),
         "finished_groups": controller.accepted,
-        "publishing": controller.publishing,
+        "publishing": controller.publishing.under_way,
         "done": controller.done_reason,
         "evaluations": [evaluation.row() for evaluation in controller.evaluations.results.values()],
         "last_row": controller.last_row,
@@ -70,8 +71,7 @@ def _add_replica_routes(app: FastAPI, controller: Controller) -> None:
     async def register(request: Request) -> Response:
         message = wire.decode(await request.body(), messages.RegisterReplica)
         answer = await controller.parts.fleet.register(message.name, message.url, message.world_size)
-        if answer["state"] == "current":
-            controller.replica_registered()
+        controller.replica_registered(answer["state"] == "current")
         return _msgpack(answer)
 
     @app.post("/replicas/deregister")

@@ -90,6 +90,11 @@ def check_controller(config: TrainConfig) -> None:
     for name in _timeouts(controller):
         if getattr(controller, name) <= 0:
             raise UserError(f"controller.{name}={getattr(controller, name)}: a number of seconds above 0")
+    if config.rollout.request_timeout_s < controller.group_timeout_s:
+        raise UserError(
+            f"rollout.request_timeout_s={config.rollout.request_timeout_s:g} is below controller.group_timeout_s="
+            f"{controller.group_timeout_s:g}: one response would end its group before the group's own deadline; make it as long"
+        )
     if controller.host in ("", "0.0.0.0", "::"):
         raise UserError(
             f"controller.host={controller.host or '(empty)'}: would listen on every network; name the loopback "

@@ -7,6 +7,7 @@ and in lockstep, so that two runs give the same figures. The last evaluation has
 more.
 """
 
+import asyncio
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -134,7 +135,7 @@ class Evaluations:
             self._running = False
         evaluation = Evaluation(version, result_of(answers, self._ks), time.monotonic() - started)
         self.results[version] = self._unreported = evaluation
-        parts.files.write_evaluation(evaluation.row(), answers)
+        await asyncio.to_thread(parts.files.write_evaluation, evaluation.row(), answers)
         parts.say(evaluation.line())
 
     def new_metrics(self) -> dict[str, Any]:

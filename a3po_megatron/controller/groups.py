@@ -11,7 +11,7 @@ from a3po_megatron.config.schema import AdvantageConfig
 from a3po_megatron.data.source import Draw
 from a3po_megatron.records import Batch, Float32, Group, Problem, Sample
 from a3po_megatron.reward.base import Reward
-from a3po_megatron.rollout.client import PartialGeneration
+from a3po_megatron.rollout.client import PartialGeneration, RequestOverdue
 from a3po_megatron.rollout.generator import Generator, request_seed
 from a3po_megatron.rollout.sampling import SamplingSettings
 
@@ -39,7 +39,8 @@ async def generate_group(
 ) -> Group:
     """Sample one response for each of `running.responses`, all at once, and score them.
 
-    The order of the samples is that of their indices, whichever finishes first. Raises Straggler after `timeout_s`.
+    The order of the samples is that of their indices, whichever finishes first. Raises Straggler after `timeout_s`, or when
+    the fleet gave up a response that took it too long.
     """
     draw = running.draw
 
@@ -56,15 +57,19 @@ async def generate_group(
             response.finish_reason,
         )
 
+    def straggler(waited: str) -> Straggler:
+        arrived = [len(response.token_ids) for response in running.responses]
+        return Straggler(f"{waited} {draw.problem.id!r}; tokens that arrived: {arrived}; the rollout log says why")
+
     try:
         async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as siblings:
             tasks = [siblings.create_task(sample(index, part)) for index, part in enumerate(running.responses)]
     except TimeoutError:
-        arrived = [len(response.token_ids) for response in running.responses]
-        raise Straggler(
-            f"waited {timeout_s:g} s (controller.group_timeout_s) for the responses to problem {draw.problem.id!r}; "
-            f"tokens that arrived: {arrived}; the rollout log says why"
-        ) from None
+        raise straggler(f"waited {timeout_s:g} s (controller.group_timeout_s) for the responses to problem") from None
+    except ExceptionGroup as failures:
+        if failures.split(RequestOverdue)[1] is not None:
+            raise
+        raise straggler(f"waited too long ({failures.exceptions[0]}) for the responses to problem") from None
     samples = tuple(task.result() for task in tasks)
     return await judged(reward, draw.problem, samples)
 

@@ -4,7 +4,7 @@ while (batch := link.next_batch(version)) is not None:
     ... train ...
     plan = link.begin_publication(manifest)     # replicas pause
     ... send the weights to plan["members"] ...
-    outcome = link.finish_publication(messages.PublicationSent(version + 1, time_s, num_bytes))   # outcome["again"]: repeat
+    outcome = link.finish_publication(messages.PublicationSent(version + 1))   # outcome["again"]: repeat
     link.report_step(step, version, metrics)
     version += 1
 link.done("finished")

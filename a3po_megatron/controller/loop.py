@@ -29,6 +29,7 @@ from a3po_megatron.controller.groups import RunningGroup, Straggler, batch_of, g
 from a3po_megatron.controller.messages import PublicationSent, StepReport, WeightManifest
 from a3po_megatron.controller.parts import Parts
 from a3po_megatron.controller.places import Places
+from a3po_megatron.controller.publishing import Publishing, Refused
 from a3po_megatron.controller.rows import StepMetrics, batch_metrics, progress_line
 from a3po_megatron.controller.snapshot import Snapshot, copy_unfinished
 from a3po_megatron.controller.waiting import Changes
@@ -36,10 +37,6 @@ from a3po_megatron.records import Batch, Group
 from a3po_megatron.rollout.client import PartialGeneration
 
 PUBLISH_AGAIN: Literal["publish again"] = "publish again"
-
-
-class Refused(Exception):
-    """A call that does not fit the state of the run; one line that says why."""
 
 
 class RunOver(Exception):
@@ -60,8 +57,7 @@ class Controller:
         self.running: dict[int, RunningGroup] = {}  # by place
         self.accepted = 0  # finished groups that kept their places, ever
         self.version = 0  # of the weights that the fleet serves
-        self.publishing = False
-        self._sends_again = False  # a member died on the way; the actor begins the publication under way once more
+        self.publishing = Publishing(config, parts)
         self.evaluations = Evaluations(config, num_steps, seed, parts)
         self.last_row: dict[str, Any] = {}
         self.replica_seen = False
@@ -186,14 +182,14 @@ class Controller:
                     lambda: self.done_reason is not None or self.buffer.ready(), self.config.poll_s, lambda: "a batch"
                 )
             except TimeoutError:
-                return PUBLISH_AGAIN if self.parts.fleet.needs_publication else None
+                return PUBLISH_AGAIN if self.publishing.is_lost() else None
             if self.done_reason is not None:
                 raise RunOver(f"the run is over: {self.done_reason}")
             if self._handed_out is None or self._handed_out[0] != version:  # else another poll was faster
-                self._handed_out = version, self._make_batch(version)
+                return await self._make_batch(version)
         return self._handed_out[1]
 
-    def _make_batch(self, version: int) -> Batch:
+    async def _make_batch(self, version: int) -> Batch:
         reshuffle = self.parts.reshuffle_rewards
         groups = self.buffer.take()
         batch = batch_of(
@@ -203,8 +199,10 @@ class Controller:
         now = time.monotonic()
         self._first_batch_at = self._first_batch_at or now
         self._step_metrics.handed_out(now, metrics)
-        self.parts.files.write_samples(batch, version, [reason for group in groups for reason in group.reasons])
+        self._handed_out = version, batch
         self.changes.notify()
+        reasons = [reason for group in groups for reason in group.reasons]
+        await asyncio.to_thread(self.parts.files.write_samples, batch, version, reasons)  # token streams go on
         return batch
 
     async def begin_publication(self, manifest: WeightManifest) -> dict[str, Any]:
@@ -215,58 +213,46 @@ class Controller:
         version that is replaced; the answer's `waited_s` is how long. Woken by a finished group, an evaluation. Raises
         Refused for any other version.
         """
-        if self._sends_again or (manifest.version == self.version and self.parts.fleet.needs_publication):
-            return {**await self._begin(manifest), "waited_s": 0.0}
-        if self.publishing or manifest.version != self.version + 1:
-            state = f"is being replaced by version {self.version + 1}" if self.publishing else "is live"
-            raise Refused(f"publication of version {manifest.version}: version {self.version} {state}")
+        if self.publishing.repeats(manifest.version, self.version):
+            return {**await self.publishing.begin(manifest), "waited_s": 0.0}
         began = time.monotonic()
         self._step_metrics.training_ended(began)
+        await self._version_may_go()
+        waited_s = time.monotonic() - began
+        return {**await self.publishing.begin(manifest), "waited_s": waited_s}
+
+    async def _version_may_go(self) -> None:
+        """Wait for what must come from the live version; when no replica can get it any more, for nothing.
+
+        The actor has trained on: it cannot publish that version again. An evaluation then goes on with the next one, and says so;
+        lockstep is refused.
+        """
+        fleet = self.parts.fleet
         await self.changes.until(
-            lambda: not self.evaluations.hold_publication(self.version),
+            lambda: fleet.needs_publication or not self.evaluations.hold_publication(self.version),
             self.config.evaluation_timeout_s,
             lambda: f"the evaluation of version {self.version}",
         )
         await self.changes.until(
-            lambda: self._groups_before(manifest.version) == 0,
+            lambda: fleet.needs_publication or self._groups_before(self.version + 1) == 0,
             self.config.publication_timeout_s,
-            lambda: f"{self._groups_before(manifest.version)} groups by version {self.version}",
+            lambda: f"{self._groups_before(self.version + 1)} groups by version {self.version}",
         )
-        waited_s = time.monotonic() - began
-        return {**await self._begin(manifest), "waited_s": waited_s}
-
-    async def _begin(self, manifest: WeightManifest) -> dict[str, Any]:
-        self.publishing = True
-        fields: dict[str, list[Any]] = {"names": manifest.names, "dtypes": manifest.dtypes, "shapes": manifest.shapes}
-        plan = await self.parts.fleet.begin_publication(manifest.version, fields, manifest.transfer, manifest.unique_id)
-        self._sends_again = bool(plan["unique_id_wanted"])
-        return plan
+        if fleet.needs_publication and (lacking := self._groups_before(self.version + 1)):
+            raise Refused(
+                f"{lacking} groups must come from version {self.version} (controller.schedule=lockstep), which every replica "
+                "has lost and no file holds; rollout.keep_published=true keeps it"
+            )
 
     async def finish_publication(self, sent: PublicationSent) -> dict[str, Any]:
         """Make the version the run's once the fleet serves it; return its members, those that failed, and `again`.
 
         Waits for the replicas. Raises Refused if this publication was not begun.
         """
-        version = sent.version
-        if not self.publishing or version not in (self.version, self.version + 1):
-            raise Refused(f"the end of the publication of version {version}, which was not begun")
-        try:
-            async with asyncio.timeout(self.config.publication_timeout_s):
-                outcome = await self.parts.fleet.finish_publication(version, sent.error, sent.kept)
-        except TimeoutError:
-            limit_s = self.config.publication_timeout_s
-            raise TimeoutError(
-                f"waited {limit_s:g} s (controller.publication_timeout_s) for the replicas to finish version {version}"
-            ) from None
-        for name, reason in outcome["failed"].items():
-            self.parts.say(f"version {version} did not reach replica {name}, which was dropped: {reason}")
-        self._sends_again = outcome["again"]
-        if self._sends_again:
-            reason = sent.error or "a member of the weight group failed"
-            self.parts.say(f"version {version} is sent again to the replicas that lack it: {reason}")
-            return outcome
-        self.version, self.publishing = version, False
-        self.changes.notify()
+        outcome = await self.publishing.finish(sent, self.version)
+        if not outcome["again"]:
+            self.version = sent.version
+            self.changes.notify()
         return outcome
 
     async def report_step(self, report: StepReport) -> None:
@@ -291,9 +277,9 @@ class Controller:
 
     # For everybody
 
-    def replica_registered(self) -> None:
-        """The fleet has a replica; generation may begin."""
-        self.replica_seen = True
+    def replica_registered(self, current: bool) -> None:
+        """A supervisor told of a replica, for the first time or as a heartbeat; with a `current` one generation may begin."""
+        self.replica_seen = self.replica_seen or current
         self.changes.notify()
 
     def snapshot(self) -> Snapshot:
@@ -318,5 +304,5 @@ class Controller:
         return self.admission.groups_before_publication(next_version, self.accepted)
 
     def _evaluation_due(self) -> bool:
-        ready = self.replica_seen and not self.publishing
+        ready = self.replica_seen and not self.publishing.under_way
         return ready and self.evaluations.due(self.version, is_last=self.done_reason is not None)

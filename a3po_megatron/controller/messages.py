@@ -34,7 +34,6 @@ class WeightManifest(msgspec.Struct, forbid_unknown_fields=True):
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
-    world: int = 1  # sending ranks
     transfer: Literal["gloo", "nccl", "file"] = "gloo"
     unique_id: str = ""  # base64 of a fresh ncclUniqueId, once the answer has asked for one
 
@@ -43,8 +42,6 @@ class PublicationSent(msgspec.Struct, forbid_unknown_fields=True):
     """POST /publish/finish: all is sent, or could not be; the answer comes when every replica serves `version`."""
 
     version: int
-    time_s: float
-    bytes: int
     error: str = ""  # why it could not be sent
     kept: bool = False  # whether it lies as files where the answer to /publish/begin said
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from a3po_megatron.records import Problem, Sample, Verdict
 from a3po_megatron.reward.base import Reward
+from a3po_megatron.rollout.client import RequestOverdue
 from a3po_megatron.rollout.generator import Generator, request_seed
 from a3po_megatron.rollout.sampling import SamplingSettings
 
@@ -51,7 +52,8 @@ async def answer_problems(
     """Ask every problem `plan.num_samples` times and return the answers in the order of the problems.
 
     `name` begins the ids of all requests. `progress` hears (responses that came, all of them) after each response. Raises
-    TimeoutError after `plan.timeout_s`, and inside an ExceptionGroup what the fleet or the reward raise.
+    TimeoutError after `plan.timeout_s` or when the fleet gave up a response that took it too long, and inside an
+    ExceptionGroup what else the fleet or the reward raise.
     """
     slots = asyncio.Semaphore(plan.max_concurrent)
     num_done, num_requests = 0, len(problems) * plan.num_samples
@@ -88,4 +90,11 @@ async def answer_problems(
             f"waited {plan.timeout_s:g} s ({plan.timeout_setting}) for {num_requests} responses to {len(problems)} "
             f"problems; {num_done} came"
         ) from None
+    except ExceptionGroup as failures:
+        if failures.split(RequestOverdue)[1] is not None:
+            raise
+        cause: Exception = failures
+        while isinstance(cause, ExceptionGroup):
+            cause = cause.exceptions[0]
+        raise TimeoutError(f"{num_done} of {num_requests} responses came: {cause}") from None
     return [task.result() for task in tasks]

@@ -88,6 +88,7 @@ class RunningFleet:
         """
         response = PartialGeneration() if partial is None else partial
         deadline, part, failures = time.monotonic() + self._config.request_timeout_s, 0, 0
+        interrupted: set[tuple[str, str]] = set()  # (server's url, version of the weights that it aborted)
         while True:
             server = min(self._servers.values(), key=lambda server: (server.failures, server.running))
             part += 1
@@ -101,10 +102,10 @@ class RunningFleet:
                 return await server.client.generate(prompt_ids, sampling, f"{request_id}.{part}", version, response)
             except RequestRefused:
                 raise
-            except Interrupted as error:  # for new weights: no failure
-                if time.monotonic() >= deadline:
-                    raise ReplicaError(f"request {request_id} was interrupted {part} times: {error}") from error
-            except ReplicaError as error:
+            except (Interrupted, ReplicaError) as error:
+                if isinstance(error, Interrupted) and (server.client.url, text) not in interrupted:
+                    interrupted.add((server.client.url, text))  # for new weights: no failure, but once for each version
+                    continue
                 failures += 1
                 server.failures += 1
                 if failures > RETRIES or time.monotonic() >= deadline:

@@ -4,7 +4,9 @@ Imports neither torch nor vllm. Every call has a deadline; an error says which s
 """
 
 import asyncio
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import httpx
@@ -88,15 +90,24 @@ class ServerControl:
         """Prepare the paused server's model for loading."""
         await self._call("POST", "/start_weight_update", "start of the weight update")
 
-    async def update_weights(self, info: Mapping[str, Any], timeout_s: float) -> None:
-        """Receive one version (`weight_engine.VersionInfo`); returns once every tensor is loaded and verified."""
-        await self._call("POST", "/update_weights", "weights", timeout_s, json={"update_info": info})
+    async def update_weights(self, update: bytes, timeout_s: float) -> None:
+        """Receive one version (`encode_update`); returns once every tensor is loaded and verified."""
+        headers = {"Content-Type": "application/json"}
+        await self._call("POST", "/update_weights", "weights", timeout_s, content=update, headers=headers)
 
     async def finish_weight_update(self, version: int) -> None:
         """Complete the update; tokens drawn from now on carry `version`."""
         await self._call(
             "POST", "/finish_weight_update", "end of the weight update", json={"weight_version": str(version)}
         )
+
+    async def probe_logprobs(self) -> list[float]:
+        """Return the paused server's log-probabilities of the probe's prompt (`probe_engine.py`); NaN where not finite."""
+        answer = await self._call("POST", "/collective_rpc", "probe", json={"method": "probe_logprobs"})
+        for of_worker in self._decode(answer, _ProbeAnswer).results:
+            if of_worker is not None:
+                return [math.nan if value is None else value for value in of_worker]
+        raise ReplicaError(f"{self._who()}: no worker answered the probe")
 
     async def aclose(self) -> None:
         """Close all connections; the server aborts what they were waiting for."""
@@ -136,8 +147,23 @@ class _WorldSize(msgspec.Struct):
     world_size: int
 
 
+class _ProbeAnswer(msgspec.Struct):
+    results: list[list[float | None] | None]  # of each worker; only one of them sees the logits
+
+
 class _WeightInfo(msgspec.Struct):
     weight_version: str
+
+
+def encode_update(
+    version: int, manifest: Mapping[str, Sequence[Any]], bucket_bytes: int, folder: Path | None = None
+) -> bytes:
+    """Return the body that announces `version` to any number of servers: megabytes for a model of many experts.
+
+    `folder`: where it lies as files; None: it comes through the weight group.
+    """
+    info = {"version": version, "bucket_bytes": bucket_bytes, "folder": str(folder or ""), **manifest}
+    return msgspec.json.encode({"update_info": info})
 
 
 def describe(error: Exception) -> str:

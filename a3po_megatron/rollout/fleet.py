@@ -6,11 +6,12 @@ belong to one asyncio loop.
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 
 from a3po_megatron.config.schema import RolloutConfig
 from a3po_megatron.records import Int32
@@ -70,11 +71,16 @@ class Fleet:
         """Add a server that has proved it generates; repeat it as a heartbeat. Returns {state, reason}.
 
         `state` is `current`, `behind` (has the initial weights; gets the current ones from the kept files, or at the next
-        publication) or `fenced` (was dropped for `reason`: restart it and register under a new name).
+        publication) or `fenced` (was dropped, or another url has this name: restart it and register under a new name).
         """
         if name in self._replicas.fenced:
             return {"state": "fenced", "reason": self._replicas.fenced[name]}
         replica = self._replicas.get(name)
+        if replica is not None and replica.client.url != url:
+            reason = (
+                f"{name} at {url} bears the name of the server at {replica.client.url}: give each node its own name"
+            )
+            return {"state": "fenced", "reason": reason}
         if replica is None:
             transport = self._make_transport(url) if self._make_transport else None
             up_to_date = self.version == self._initial_version and self._publications.is_idle
@@ -86,7 +92,7 @@ class Fleet:
             )
             await self._replicas.add(replica)
             if not up_to_date:
-                self._publications.catch_up(replica)
+                self._publications.catch_up()
             task = asyncio.create_task(self._watch(replica), name=f"watch {name}")
             self._watches.add(task)
             task.add_done_callback(self._watches.discard)
@@ -111,8 +117,7 @@ class Fleet:
         RequestOverdue, and ReplicaError when the request is refused or fails on three replicas.
         """
         partial = PartialGeneration() if partial is None else partial
-        prompt = [int(token) for token in prompt_ids]
-        prompt_hash = hash(tuple(prompt))
+        prompt_hash = hash(np.asarray(prompt_ids).tobytes())
         deadline: float | None = None
         failures, part, replica = 0, 0, None
         while True:
@@ -120,9 +125,9 @@ class Fleet:
             part += 1
             deadline = deadline or time.monotonic() + self._config.request_timeout_s
             name, left_s = f"{request_id}.{part}", max(0.0, deadline - time.monotonic())
-            call = replica.client.generate(prompt, sampling, name, lambda: self.version, partial, left_s)
+            call = replica.client.generate(prompt_ids, sampling, name, lambda: self.version, partial, left_s)
             try:
-                return await unless_dropped(replica, call)
+                return await self._answer(replica, call)
             except (RequestRefused, RequestOverdue):
                 raise
             except Interrupted:
@@ -174,6 +179,16 @@ class Fleet:
             watching.cancel()
         for replica in self._replicas:
             await replica.client.aclose()
+
+    async def _answer(self, replica: Replica, call: Coroutine[Any, Any, Generation]) -> Generation:
+        """Await `call` of `replica`. An interruption that we did not cause is a failure: else it would be asked for ever."""
+        held_before = replica.times_held - replica.held  # a hold that goes on now may still abort the request
+        try:
+            return await unless_dropped(replica, call)
+        except Interrupted as error:
+            if self._config.in_flight == "continue" or replica.times_held == held_before:
+                raise ReplicaError(f"{error}, though it was not asked to abort") from error
+            raise
 
     async def _place(self, prompt_hash: int, last: Replica | None, request_id: str) -> Replica:
         timeout_s = self._config.request_timeout_s

@@ -19,6 +19,7 @@ from a3po_megatron.rollout.replicas import Replica
 async def stop_for_update(replica: Replica, config: RolloutConfig) -> None:
     """Let `replica` take no new requests and bring it to rest. Raises ReplicaError."""
     replica.held = True
+    replica.times_held += 1
     if config.in_flight == "continue":
         await replica.client.pause("keep", clear_cache=config.kv_on_update == "rebuild")
         return

@@ -4,6 +4,7 @@ Typed decoding leaves out what is not asked for: a token arrives as some 200 byt
 Whatever does not have the expected form raises ValueError. Imports neither torch nor vllm.
 """
 
+from array import array
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,16 +68,17 @@ async def events_of(chunks: AsyncIterator[bytes]) -> AsyncIterator[Event]:
         raise ValueError(f"not an event: {rest[:80]!r}")
 
 
-def spread_versions(spans: Sequence[Span] | None, num_tokens: int) -> list[int]:
+def spread_versions(spans: Sequence[Span] | None, num_tokens: int) -> array[int]:
     """Return one version a token from vLLM's spans. Raises ValueError unless they cover the response end to end.
 
-    Example: [Span("7", 0, 2), Span("8", 2, 3)] -> [7, 7, 8]
+    Example: [Span("7", 0, 2), Span("8", 2, 3)] -> array of 7, 7, 8
     """
-    versions: list[int] = []
+    versions = array("i")
     for span in spans or []:
-        if span.start != len(versions) or not span.version.isdigit():
+        fits = span.start == len(versions) and span.start <= span.end <= num_tokens
+        if not fits or not span.version.isdecimal() or len(span.version) > 9:  # nine digits fit int32
             raise ValueError(f"weight version spans are not usable: {list(spans or [])}")
-        versions += [int(span.version)] * (span.end - span.start)
+        versions.extend([int(span.version)] * (span.end - span.start))
     if len(versions) != num_tokens:
         raise ValueError(f"weight version spans cover {len(versions)} of {num_tokens} tokens")
     return versions

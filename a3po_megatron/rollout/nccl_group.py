@@ -8,6 +8,7 @@ for a member that died: every wait here polls, and at its deadline aborts the co
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -38,11 +39,11 @@ class NcclGroup:
     def __init__(
         self, unique_id: bytes, rank: int, world_size: int, timeout_s: float, connect: Connect | None = None
     ) -> None:
-        """Join as `rank` and wait for the others. `connect`: for tests without a GPU."""
+        """Join as `rank`, with the current GPU, and wait for the others. `connect`: for tests without a GPU."""
         self._timeout_s = timeout_s
-        self._communicator: Communicator | None = _connect_by(
-            connect or connect_vllm, unique_id, rank, world_size, timeout_s
-        )
+        if connect is None:  # the GPU is asked for here: in another thread the current one is 0
+            connect = partial(connect_vllm, device=torch.device("cuda", torch.cuda.current_device()))
+        self._communicator: Communicator | None = _connect_by(connect, unique_id, rank, world_size, timeout_s)
         self.device = self._communicator.device
         self._stream: Any = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
@@ -50,15 +51,22 @@ class NcclGroup:
         """Enqueue on a stream of its own, after what the current stream has written."""
         if self._communicator is None:
             raise GroupBroken(f"{what}: this weight group was closed")
+        try:
+            return _NcclPending(self, self._enqueue(self._communicator, flat), what, self._timeout_s)
+        except RuntimeError as error:
+            raise _failed(what, error) from error
+
+    def _enqueue(self, communicator: Communicator, flat: torch.Tensor) -> Callable[[], bool]:
+        """Return what tells whether the broadcast is done."""
         if self._stream is None:
-            self._communicator.broadcast(flat, SENDER_RANK)
-            return _NcclPending(self, lambda: True, what, self._timeout_s)
+            communicator.broadcast(flat, SENDER_RANK)
+            return lambda: True
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        self._communicator.broadcast(flat, SENDER_RANK, self._stream)
+        communicator.broadcast(flat, SENDER_RANK, self._stream)
         flat.record_stream(self._stream)
         done = torch.cuda.Event()
         done.record(self._stream)
-        return _NcclPending(self, done.query, what, self._timeout_s)
+        return done.query
 
     def close(self) -> None:
         """Abort and free the communicator."""
@@ -73,11 +81,22 @@ class _NcclPending:
         self._deadline = time.monotonic() + timeout_s
 
     def wait(self) -> None:
-        while not self._is_done():
+        while not self._asks_done():
             if time.monotonic() > self._deadline:
                 self._group.close()
                 raise GroupBroken(f"{self._what}: not done within {self._timeout_s:g} s; the communicator was aborted")
             time.sleep(POLL_S)
+
+    def _asks_done(self) -> bool:
+        try:
+            return self._is_done()
+        except RuntimeError as error:
+            self._group.close()
+            raise _failed(self._what, error) from error
+
+
+def _failed(what: str, error: RuntimeError) -> GroupBroken:
+    return GroupBroken(f"{what}: NCCL or the GPU failed: {error}")
 
 
 def new_unique_id() -> bytes:
@@ -87,11 +106,10 @@ def new_unique_id() -> bytes:
     return bytes(byte & 0xFF for byte in NCCLLibrary().ncclGetUniqueId().internal)
 
 
-def connect_vllm(unique_id: bytes, rank: int, world_size: int) -> Communicator:
-    """Join by vLLM's communicator on the current GPU; blocks until every member is there."""
+def connect_vllm(unique_id: bytes, rank: int, world_size: int, device: torch.device) -> Communicator:
+    """Join by vLLM's communicator on a GPU; blocks until every member is there."""
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
-    device = torch.device("cuda", torch.cuda.current_device())
     return PyNcclCommunicator.from_unique_id_bytes(unique_id, rank, world_size, device)
 
 

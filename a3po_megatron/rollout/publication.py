@@ -2,26 +2,28 @@
 
     begin   pause every replica -> in the background: (join the group, when membership changed) -> start -> receive
     ...     the actor joins as rank 0 and sends, while the replicas receive
-    finish  wait for the receivers -> finish(version) on each -> resume
+    finish  wait for the receivers -> finish(version) and probe on each -> resume
 
 When a member dies on the way, the others' group breaks. `finish` then answers `again`: the survivors stay paused, and the actor
 begins the same version anew, under a new epoch, for those that lack it. In `file` mode there is no group, and the replicas are
-paused by `finish`, when the files are there. Imports neither torch nor vllm.
+paused by `finish`, when the files are there. Whoever is behind when it has ended is filled by `catch_up.py`. Imports neither
+torch nor vllm.
 """
 
 import asyncio
-import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from a3po_megatron.config.schema import RolloutConfig
-from a3po_megatron.rollout.control import ReplicaError
+from a3po_megatron.rollout.catch_up import CatchUps, Manifest, load
+from a3po_megatron.rollout.control import ReplicaError, encode_update
 from a3po_megatron.rollout.in_flight import go_on, stop_for_update
+from a3po_megatron.rollout.probe import Probe
 from a3po_megatron.rollout.replicas import Replica, Replicas
-from a3po_megatron.rollout.transfer_messages import GROUP_BROKEN, Transfer
+from a3po_megatron.rollout.transfer_messages import FILES_UNUSABLE, GROUP_BROKEN, Transfer, version_folder
 
 MAX_ATTEMPTS = 3  # of one publication; whoever lacks the weights after the last is dropped
 
@@ -33,7 +35,7 @@ class PublicationError(RuntimeError):
 @dataclass
 class _Publication:
     version: int
-    manifest: Mapping[str, Sequence[Any]]
+    manifest: Manifest
     transfer: Transfer
     members: list[Replica]  # of this attempt
     attempt: int = 1
@@ -55,12 +57,10 @@ class Publications:
         self._folder = folder.resolve()
         self._publication: _Publication | None = None
         self._lock = asyncio.Lock()
+        self._probe = Probe(config)
         self._joined: tuple[str, ...] = ()  # members of the weight group of this epoch; empty: none that works
         self._store: Path | None = None
-        self._kept: tuple[int, Mapping[str, Sequence[Any]]] | None = (
-            None  # version that lies there as files, its tensors
-        )
-        self._catching_up: set[asyncio.Task[None]] = set()
+        self._catch_ups = CatchUps(config, replicas, self._published, self._probe)
         self.epoch = 0
 
     @property
@@ -76,10 +76,10 @@ class Publications:
     @property
     def keeps_current(self) -> bool:
         """Whether the current version lies there as files, so that a replica needs nobody else to catch up."""
-        return self._kept is not None and self._kept[0] == self._replicas.version
+        return self._catch_ups.has(self._replicas.version)
 
     async def begin(
-        self, version: int, manifest: Mapping[str, Sequence[Any]], transfer: Transfer = "gloo", unique_id: str = ""
+        self, version: int, manifest: Manifest, transfer: Transfer = "gloo", unique_id: str = ""
     ) -> dict[str, Any]:
         """Pause the fleet and let it receive `version` in the background. Returns where the actor joins and sends.
 
@@ -115,7 +115,7 @@ class Publications:
                 "rendezvous": rendezvous,
                 "members": list(names),
                 "bucket_bytes": self._config.bucket_bytes,
-                "keep_in": str(self._published) if keeps and not self._is_kept(version) else "",
+                "keep_in": str(self._published) if keeps and not self._catch_ups.has(version) else "",
                 "unique_id_wanted": wants_id,
             }
 
@@ -134,38 +134,32 @@ class Publications:
             outcome = None
             try:
                 if kept:
-                    self._kept = version, publication.manifest
+                    self._catch_ups.keep(version, publication.manifest)
                 outcome = await self._finish_attempt(publication, error)
             finally:
                 if outcome is None or not outcome["again"]:
                     self._publication = None
             await self._replicas.notify()
         if not outcome["again"]:
-            self._fill_those_behind()
+            self._catch_ups.start()
         return outcome
 
-    def catch_up(self, replica: Replica) -> None:
-        """Bring a replica that is behind to the current version from the kept files, in the background, if they are there."""
-        task = asyncio.create_task(self._catch_up(replica), name=f"catch up {replica.client.name}")
-        self._catching_up.add(task)
-        task.add_done_callback(self._catching_up.discard)
+    def catch_up(self) -> None:
+        """Bring replicas that are behind to the current version from the kept files, in the background, if they are there."""
+        if self.is_idle:  # else `finish` will
+            self._catch_ups.start()
 
     def give_up(self) -> None:
         """Let everything under way go, and remove the kept weights."""
-        for task in self._catching_up:
-            task.cancel()
         if self._publication is not None and self._publication.receiving is not None:
             self._publication.receiving.cancel()
-        shutil.rmtree(self._published, ignore_errors=True)
+        self._catch_ups.give_up()
 
     @property
     def _published(self) -> Path:
         return self._folder / "published"
 
-    def _is_kept(self, version: int) -> bool:
-        return self._kept is not None and self._kept[0] == version
-
-    def _next_attempt(self, version: int, manifest: Mapping[str, Sequence[Any]], transfer: Transfer) -> _Publication:
+    def _next_attempt(self, version: int, manifest: Manifest, transfer: Transfer) -> _Publication:
         old = self._publication
         if old is None:
             return _Publication(version, manifest, transfer, [])
@@ -174,15 +168,18 @@ class Publications:
         return _Publication(version, manifest, transfer, [], old.attempt, done=old.done, failed=old.failed)
 
     async def _gather_members(self, publication: _Publication) -> list[Replica]:
-        """Return all that lack the version, paused. Waits for one when there is no replica at all."""
+        """Return all that lack the version, paused, but for those that catch up. Waits for one when there is nobody else."""
         members: list[Replica] = []
         while not members:
             await self._wait_for_any(publication)
-            members = [replica for replica in self._replicas if not _is_in(replica, publication.done)]
+            lacking = [replica for replica in self._replicas if not _is_in(replica, publication.done)]
+            members = [replica for replica in lacking if not self._catch_ups.fills(replica)]
             if publication.transfer != "file":
                 members = await self._pause_all(members)
             if any(self._replicas.holds(replica) for replica in publication.done):
                 break
+            if not members:
+                await self._catch_ups.wait()
         return members
 
     async def _finish_attempt(self, publication: _Publication, error: str) -> dict[str, Any]:
@@ -196,9 +193,9 @@ class Publications:
             publication.failed |= await publication.receiving
         members = [r for r in publication.members if self._replicas.holds(r)]
         complete = [r for r in members if r.client.name not in publication.broken] if publication.receiving else []
-        publication.failed |= await self._replicas.on_each(complete, lambda r: r.client.finish_weight_update(version))
-        publication.done += complete
-        publication.done = [r for r in publication.done if self._replicas.holds(r)]
+        if publication.transfer == "file" and not complete and FILES_UNUSABLE in str(publication.failed):
+            self._catch_ups.forget()  # the actor writes them again
+        await self._complete(publication, complete)
         lacking = [r for r in members if self._replicas.holds(r) and not _is_in(r, publication.done)]
         if lacking or not publication.done:
             if publication.attempt < MAX_ATTEMPTS:
@@ -212,6 +209,24 @@ class Publications:
             reasons = "; ".join(publication.failed.values()) or error or "all were dropped"
             raise PublicationError(f"version {version} reached no replica in {MAX_ATTEMPTS} attempts: {reasons}")
         return await self._make_current(publication)
+
+    async def _complete(self, publication: _Publication, filled: list[Replica]) -> None:
+        """Bring those that are filled to the version, paused, and drop whoever fails the probe."""
+        version = publication.version
+
+        async def finish(replica: Replica) -> None:
+            await replica.client.finish_weight_update(version)
+            await self._probe.ask(replica)
+
+        publication.failed |= await self._replicas.on_each(filled, finish)
+        reasons = self._probe.judge(version)
+        for name, reason in reasons.items():
+            await self._replicas.drop(name, reason)
+        publication.failed |= reasons
+        publication.done = [r for r in [*publication.done, *filled] if self._replicas.holds(r)]
+        if reasons and not publication.done and not any(True for _ in self._replicas):
+            # Other replicas would be sent the same weights.
+            raise PublicationError(f"version {version}: every replica failed the probe: {'; '.join(reasons.values())}")
 
     async def _make_current(self, publication: _Publication) -> dict[str, Any]:
         """Resume those that are done, under the new version."""
@@ -231,9 +246,11 @@ class Publications:
             "again": False,
         }
 
-    async def _receive(self, publication: _Publication, joins: bool, rendezvous: Mapping[str, Any]) -> dict[str, str]:
+    async def _receive(self, publication: _Publication, joins: bool, rendezvous: dict[str, Any]) -> dict[str, str]:
         """Let all members receive; return those that were dropped. Those whose group broke are noted in `broken`."""
         timeout_s = self._config.transfer_timeout_s
+        folder = version_folder(self._published, publication.version) if publication.transfer == "file" else None
+        update = encode_update(publication.version, publication.manifest, self._config.bucket_bytes, folder)
         first_ranks, next_rank = {}, 1
         for replica in publication.members:
             first_ranks[replica.client.name] = next_rank
@@ -246,25 +263,17 @@ class Publications:
                     join = {**rendezvous, "first_rank": first_ranks[name], "timeout_s": timeout_s}
                     # A little longer than the group's own deadline, so that its error, which says more, comes first.
                     await replica.client.join_weight_group(join, timeout_s + self._config.control_timeout_s)
-                await self._update(replica, publication.version, publication.manifest, publication.transfer == "file")
+                await load(replica, update, self._config)
             except ReplicaError as error:
-                if GROUP_BROKEN not in str(error):
+                # vLLM's executor raises at the first of its workers that failed and leaves the answers of the others in
+                # their queues, where the next call would take them for its own: such a server must be restarted.
+                if GROUP_BROKEN not in str(error) or replica.world_size > 1:
                     raise
                 publication.broken.add(name)
             finally:
                 publication.answered.add(name)
 
         return await self._replicas.on_each(publication.members, receive)
-
-    async def _update(
-        self, replica: Replica, version: int, manifest: Mapping[str, Sequence[Any]], from_files: bool
-    ) -> None:
-        update = {"version": version, "bucket_bytes": self._config.bucket_bytes, **manifest}
-        if from_files:
-            update["folder"] = str(self._published / f"version_{version:06d}")
-        await replica.client.start_weight_update()
-        deadline_s = self._config.transfer_timeout_s + self._config.control_timeout_s
-        await replica.client.update_weights(update, deadline_s)
 
     async def _drop_silent(self, publication: _Publication, error: str) -> None:
         """The actor could not send: whoever does not say within a control call's time that its group broke hangs."""
@@ -278,29 +287,6 @@ class Publications:
                 )
                 publication.failed[replica.client.name] = reason
                 await self._replicas.drop(replica.client.name, reason)
-
-    def _fill_those_behind(self) -> None:
-        if self.keeps_current:
-            for replica in self._replicas:
-                if replica.state == "behind":
-                    self.catch_up(replica)
-
-    async def _catch_up(self, replica: Replica) -> None:
-        async with self._lock:  # a publication waits for it; one under way fills the replica itself, or calls again
-            if self._publication is not None or not self.keeps_current or replica.state == "current":
-                return
-            assert self._kept is not None
-            version, manifest = self._kept
-
-            async def fill(replica: Replica) -> None:
-                await self._pause(replica)
-                await self._update(replica, version, manifest, from_files=True)
-                await replica.client.finish_weight_update(version)
-                await go_on(replica)
-
-            if self._replicas.holds(replica) and not await self._replicas.on_each([replica], fill):
-                replica.state = "current"
-                await self._replicas.notify()
 
     async def _pause_all(self, members: list[Replica]) -> list[Replica]:
         """Pause `members` and return those that are left."""

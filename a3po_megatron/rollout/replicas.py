@@ -28,8 +28,10 @@ class Replica:
     limit: int  # requests it is given at once
     running: int = 0  # requests it is answering
     held: bool = False  # is given none: new weights are on their way
+    times_held: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while it answers none
     failed: asyncio.Event = field(default_factory=asyncio.Event)
+    dropped_for: str = ""  # the reason, once `failed` is set
 
     def __post_init__(self) -> None:
         self.idle.set()
@@ -68,13 +70,17 @@ class Replicas:
         await self.notify()
 
     async def drop(self, name: str, reason: str) -> None:
-        """Fence a replica: its calls end. An unknown name is not an error: two sides may see one death."""
+        """Fence a replica: its calls end. An unknown name is not an error: two sides may see one death.
+
+        It is fenced too, for the status to show: a supervisor tells so of a slot that it retired.
+        """
         replica = self._replicas.pop(name, None)
-        if replica is None:
-            return
-        self.fenced[name] = reason
+        self.fenced.setdefault(name, reason)
         while len(self.fenced) > MAX_FENCED_REMEMBERED:
             del self.fenced[next(iter(self.fenced))]
+        if replica is None:
+            return
+        replica.dropped_for = reason
         replica.failed.set()
         await replica.client.aclose()
         await self.notify()
@@ -107,7 +113,7 @@ async def unless_dropped[T](replica: Replica, call: Awaitable[T]) -> T:
         await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
         # A client that is closed under a call lets it fail in many ways; all of them mean that the replica was dropped.
         if replica.failed.is_set() and (not work.done() or work.exception() is not None):
-            raise ReplicaError(f"replica {replica.client.name} was dropped")
+            raise ReplicaError(f"replica {replica.client.name} was dropped: {replica.dropped_for}")
         return work.result()
     finally:
         watch.cancel()

@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from a3po_megatron.config.schema import RolloutConfig
@@ -16,6 +16,8 @@ from a3po_megatron.rollout.control import ReplicaError
 from a3po_megatron.rollout.sampling import SamplingSettings
 
 POLL_S = 0.2
+KILL_WAIT_S = 30.0  # for killed processes to be gone: the system may hold them in a driver or a network file system
+LOG_TAIL_BYTES = 2**18
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -33,6 +35,7 @@ class Server:
         self._log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
+            self._log_start = output.tell()
             self._process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
@@ -60,7 +63,7 @@ class Server:
             if reason is not None:
                 raise ServerFailed(f"server {self.name} {reason} while starting: {self.last_words()}")
             try:
-                await client.health()
+                await client.health(min(config.control_timeout_s, config.startup_timeout_s))
                 break
             except ReplicaError as error:
                 if time.monotonic() > deadline:
@@ -72,27 +75,40 @@ class Server:
         try:
             await client.set_version(0)
             probe = SamplingSettings(temperature=1.0, max_tokens=2, ignore_eos=True)
-            await client.generate([0], probe, f"probe-{self.name}")
+            left_s = max(0.0, deadline - time.monotonic())
+            await client.generate([0], probe, f"probe-{self.name}", timeout_s=left_s)
             return await client.world_size()
         except ReplicaError as error:
             raise ServerFailed(f"server {self.name} answers but does not generate: {error}") from error
 
     def last_words(self, num_lines: int = 5) -> str:
         """Return the end of the server's log in one line, errors first."""
-        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        with self._log.open("rb") as log:
+            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+            text = log.read().decode(errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
         errors = [line for line in lines if "Error" in line]
         return f"{' | '.join((errors or lines)[-num_lines:])} (log: {self._log})"
 
-    async def stop(self, timeout_s: float) -> None:
-        """Ask the whole process group to end, kill it after `timeout_s`, and remove shared memory it left."""
+    async def stop(self, timeout_s: float, say: Callable[[str], None] = print) -> None:
+        """Ask the whole process group to end, kill it after `timeout_s`, and remove shared memory it left.
+
+        What cannot be killed within `KILL_WAIT_S` is left to the system, with a line to `say`.
+        """
         shared = shared_memory_of(group_members(self.pid))
         _signal_group(self.pid, signal.SIGTERM)
-        deadline = time.monotonic() + timeout_s
+        deadline, killed = time.monotonic() + timeout_s, False
         while self._process.poll() is None or group_members(self.pid):
+            if time.monotonic() > deadline and killed:
+                say(
+                    f"server {self.name}: processes {group_members(self.pid)} are still there {KILL_WAIT_S:g} s after "
+                    "SIGKILL and are left behind; the system holds them (ps: state D), and with them their GPUs"
+                )
+                break
             if time.monotonic() > deadline:
                 shared |= shared_memory_of(group_members(self.pid))
                 _signal_group(self.pid, signal.SIGKILL)
-                deadline = float("inf")
+                deadline, killed = time.monotonic() + KILL_WAIT_S, True
             await asyncio.sleep(POLL_S / 4)
         for path in shared:
             path.unlink(missing_ok=True)

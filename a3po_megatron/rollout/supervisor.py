@@ -2,8 +2,9 @@
 
 Each slot goes round by itself:
     start -> ready (it has generated) -> register -> watch ... dead, or dropped by the controller -> end it -> start
+A slot that had to restart too often is retired, and the others go on.
 
-The supervisor itself ends when it is asked to, when a slot had to restart too often, or when the controller is gone.
+The supervisor itself ends when it is asked to, when no slot is left, or when the controller is gone.
 However it ends, its servers end first.
 """
 
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 import httpx
 
 from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.errors import UserError
 from a3po_megatron.rollout.client import ReplicaClient
 from a3po_megatron.rollout.control import ReplicaError
 from a3po_megatron.rollout.controller_link import ControllerRefused
@@ -80,6 +82,8 @@ class Supervisor:
         self._device = device
         self._say = say
         self._stop_signal: signal.Signals | None = None
+        self._slots_left = config.num_servers
+        self._last_words = ""  # of the slot that was retired last
 
     async def run(self) -> signal.Signals:
         """Serve until SIGTERM or SIGINT and return which. Raises SupervisorFailed or UserError. Leaves no server."""
@@ -111,9 +115,10 @@ class Supervisor:
         async with asyncio.TaskGroup() as slots:
             for slot in range(self._config.num_servers):
                 slots.create_task(self._keep_alive(slot))
+        raise SupervisorFailed(self._last_words)
 
     async def _keep_alive(self, slot: int) -> None:
-        """Run server after server in this slot until too many have failed within the window."""
+        """Run server after server in this slot until too many have failed within the window; then retire it."""
         failures: deque[float] = deque()
         attempt = 0
         while True:
@@ -123,18 +128,29 @@ class Supervisor:
             while failures[0] < time.monotonic() - self._config.restart_window_s:
                 failures.popleft()
             if len(failures) > self._config.max_restarts:
-                raise SupervisorFailed(
-                    f"server {slot} of {self._node} failed {len(failures)} times within "
-                    f"{self._config.restart_window_s:g} s (rollout.max_restarts={self._config.max_restarts}); "
-                    f"the last time: {reason}"
-                )
+                await self._retire(slot, len(failures), reason)
+                return
             self._say(f"server {slot}: {reason}; starting it again ({len(failures)} of {self._config.max_restarts})")
+
+    async def _retire(self, slot: int, failures: int, reason: str) -> None:
+        """Say here and to the controller that this slot starts no more servers."""
+        self._slots_left -= 1
+        self._last_words = (
+            f"server {slot} of {self._node} failed {failures} times within {self._config.restart_window_s:g} s "
+            f"(rollout.max_restarts={self._config.max_restarts}); the last time: {reason}"
+        )
+        self._say(f"RETIRED: {self._last_words}; {self._slots_left} of {self._config.num_servers} servers are left")
+        await self._tell_controller(self._controller.deregister(f"{self._node}-{slot}", f"retired: {self._last_words}"))
 
     async def _serve_once(self, slot: int, attempt: int) -> str:
         """Start one server, register it, watch it, end it. Returns why it had to end."""
         config, name = self._config, f"{self._node}-{slot}.{attempt}"
-        # A port that is taken at the start is a wrong setting. Later the run goes on as soon as it is free.
-        port = await free_port(config, slot, config.startup_timeout_s if attempt else 0.0)
+        try:
+            port = await free_port(config, slot, config.startup_timeout_s if attempt else 0.0)
+        except UserError as error:
+            if attempt == 0:
+                raise  # a wrong setting; later it is somebody else's program, and this slot's trouble only
+            return str(error)
         host = f"[{config.host}]" if ":" in config.host else config.host
         gpus = (
             tuple(range(slot * config.tensor_parallel, (slot + 1) * config.tensor_parallel))
@@ -161,7 +177,7 @@ class Supervisor:
             return str(error)
         finally:
             await client.aclose()
-            await _to_the_end(server.stop(config.stop_timeout_s))
+            await _to_the_end(server.stop(config.stop_timeout_s, self._say))
 
     async def _watch(self, server: Server, client: ReplicaClient, world_size: int) -> str:
         """Register the server, again as a heartbeat, until it dies or the controller drops it; return the reason."""

@@ -10,7 +10,7 @@ import aiohttp
 import httpx
 from yarl import URL
 
-READ_BYTES = 2**16  # buffered of one response before its server must wait
+READ_BYTES = 2**14  # buffered of one response, twice at most, before its server must wait; thousands are read at once
 
 
 class AiohttpTransport(httpx.AsyncBaseTransport):
@@ -34,7 +34,9 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
             response = await self._session.request(
                 request.method,
                 URL(str(request.url), encoded=True),
-                headers=[(name, value) for name, value in request.headers.items() if name != "host"],
+                headers=[
+                    (name.decode(), value.decode()) for name, value in request.headers.raw if name.lower() != b"host"
+                ],
                 data=await request.aread(),
                 timeout=limit,
                 allow_redirects=False,
@@ -45,7 +47,7 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
             raise httpx.ConnectError(str(error), request=request) from error
         except (aiohttp.ClientError, OSError) as error:
             raise httpx.RemoteProtocolError(str(error) or type(error).__name__, request=request) from error
-        return httpx.Response(response.status, headers=list(response.headers.items()), stream=_Body(response))
+        return httpx.Response(response.status, headers=list(response.raw_headers), stream=_Body(response))
 
     async def aclose(self) -> None:
         """Close every connection."""

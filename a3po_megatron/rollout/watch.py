@@ -15,10 +15,10 @@ from a3po_megatron.rollout.replicas import Replica
 
 
 async def watch(replica: Replica, config: RolloutConfig, more_room: Callable[[], None]) -> str:
-    """Look after `replica` until it is ill and return the reason. Calls `more_room` when it may take more requests."""
+    """Look after `replica` until it is ill or dropped and return the reason. Calls `more_room` when it may take more requests."""
     before: Load | None = None
     looked_at, still_s = time.monotonic(), 0.0
-    while True:
+    while not replica.failed.is_set():
         await asyncio.sleep(config.heartbeat_s)
         if replica.held:  # it generates nothing on purpose, and its calls have deadlines of their own
             before = None
@@ -46,6 +46,7 @@ async def watch(replica: Replica, config: RolloutConfig, more_room: Callable[[],
             if grows:
                 more_room()
         before = load
+    return replica.dropped_for
 
 
 def adapted_limit(limit: int, given: int, before: Load, load: Load, max_num_seqs: int) -> int:

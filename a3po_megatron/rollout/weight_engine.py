@@ -18,6 +18,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from a3po_megatron.rollout import buckets
+from a3po_megatron.rollout.probe_engine import probe_logprobs
 from a3po_megatron.rollout.server_args import WEIGHT_BACKEND
 from a3po_megatron.rollout.weight_receiver import Incoming, Tensors, WeightReceiver
 
@@ -151,7 +152,12 @@ def check_fused_parts(names: Sequence[str], fused: dict[str, list[str]]) -> None
 
 
 class WorkerExtension:
-    """Named on vLLM's command line so that every worker imports this module. Adds nothing to the worker."""
+    """Named on vLLM's command line so that every worker imports this module; adds the probe to the worker."""
+
+    def probe_logprobs(self) -> list[float | None] | None:
+        """Answer the controller's probe: see `probe_engine.py`."""
+        worker: Any = self
+        return probe_logprobs(worker.get_model(), worker.vllm_config, worker.device)
 
 
 if WEIGHT_BACKEND not in WeightTransferEngineFactory._registry:

@@ -4,13 +4,16 @@ While one bucket is loaded the next one arrives. A receiver that cannot use what
 gloo's tree others get their weights through it. Then it says why.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from a3po_megatron.rollout import buckets
 from a3po_megatron.rollout.buckets import TensorSpec
@@ -18,6 +21,7 @@ from a3po_megatron.rollout.rendezvous import join_group
 from a3po_megatron.rollout.transfer_group import GroupBroken, Pending, TransferGroup
 from a3po_megatron.rollout.weight_files import read_version
 
+KEPT_BUFFERS = 2  # one that arrives while the other is loaded
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
@@ -36,6 +40,7 @@ class WeightReceiver:
 
     def __init__(self) -> None:
         self._group: TransferGroup | None = None
+        self._buffers = _Buffers()
 
     def join(self, rendezvous: Mapping[str, Any], rank: int, timeout_s: float, host: str) -> None:
         """Leave the old group, then join that of a new epoch. Raises GroupBroken when not all come in time."""
@@ -52,7 +57,7 @@ class WeightReceiver:
             return load(read_version(Path(incoming.folder), incoming.specs, incoming.version))
         if self._group is None:
             raise RuntimeError(f"version {incoming.version} was announced before this worker joined a weight group")
-        stream = _Stream(self._group, incoming)
+        stream = _Stream(self._group, incoming, self._buffers)
         try:
             loaded = load(stream.tensors())
             stream.drain()
@@ -68,14 +73,41 @@ class WeightReceiver:
         if self._group is not None:
             self._group.close()
             self._group = None
+            self._buffers = _Buffers()
+
+
+class _Buffers:
+    """Host memory for buckets. Used again, since fresh memory costs several times what filling it does.
+
+    A buffer is free when nobody refers to its tensor or a view of it: a half loaded layer refers to earlier buckets.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[NDArray[np.uint8]] = []
+
+    def take(self, num_bytes: int, at_least: int) -> torch.Tensor:
+        """Return `num_bytes` of a buffer that holds `at_least` bytes."""
+        memory = next((memory for memory in self._free if len(memory) >= num_bytes), None)
+        if memory is None:
+            memory = np.empty(max(num_bytes, at_least), np.uint8)
+        else:
+            self._free = [other for other in self._free if other is not memory]
+        lease = memory[:num_bytes]  # torch refers to it as long as a tensor refers to the memory
+        weakref.finalize(lease, self._give_back, memory).atexit = False
+        return torch.from_numpy(lease)
+
+    def _give_back(self, memory: NDArray[np.uint8]) -> None:
+        if len(self._free) < KEPT_BUFFERS:
+            self._free.append(memory)
 
 
 class _Stream:
     """The buckets of one version, each asked for while the one before it is used."""
 
-    def __init__(self, group: TransferGroup, incoming: Incoming) -> None:
-        self._group, self._incoming = group, incoming
+    def __init__(self, group: TransferGroup, incoming: Incoming, buffers: _Buffers) -> None:
+        self._group, self._incoming, self._buffers = group, incoming, buffers
         self._plan = buckets.plan(incoming.specs, incoming.bucket_bytes)
+        self._largest = max(bucket.wire_bytes for bucket in self._plan)
         self._asked = 0
         self._ahead: tuple[torch.Tensor, Pending] | None = None
         self._broken = False
@@ -106,8 +138,11 @@ class _Stream:
         return flat
 
     def _ask(self) -> tuple[torch.Tensor, Pending]:
-        # A fresh buffer each time: a half loaded layer still refers to the tensors of earlier buckets.
-        flat = torch.empty(self._plan[self._asked].wire_bytes, dtype=torch.uint8, device=self._group.device)
+        num_bytes = self._plan[self._asked].wire_bytes
+        if self._group.device.type == "cpu":
+            flat = self._buffers.take(num_bytes, self._largest)
+        else:  # torch keeps a GPU's memory itself
+            flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._group.device)
         self._asked += 1
         what = f"receiving bucket {self._asked} of {len(self._plan)} of version {self._incoming.version}"
         return flat, self._group.broadcast(flat, what)

@@ -40,6 +40,11 @@ class WeightSender:
         """Send to `group`, which is closed with the sender."""
         self._group = group
         self._slots = [_Slot(group.device if group else torch.device("cpu")) for _ in range(2)]
+        self._rooms: dict[str, torch.Tensor] = {}
+
+    def room(self, name: str) -> torch.Tensor | None:
+        """Return where tensor `name` of the bucket at hand will lie, so that it may be gathered right there."""
+        return self._rooms.get(name)
 
     def send(
         self,
@@ -93,12 +98,15 @@ class WeightSender:
         self, bucket: Bucket, stream: Iterator[tuple[str, torch.Tensor]], slot: "_Slot", sent: Sent
     ) -> torch.Tensor:
         began, gathered = time.perf_counter(), sent.seconds["gather"]
-        flat = buckets.pack(bucket, stream, slot.room(bucket))
+        buffer = slot.room(bucket)
+        self._rooms = dict(buckets.unpack(bucket, buffer))
+        flat = buckets.pack(bucket, stream, buffer)
         sent.seconds["pack"] += time.perf_counter() - began - (sent.seconds["gather"] - gathered)
         return flat
 
     def close(self) -> None:
         """Leave the group, once what is on its way has arrived or failed, and free the buckets."""
+        self._rooms.clear()
         for slot in self._slots:
             slot.wait(Sent())
             slot.buffer = torch.empty(0, dtype=torch.uint8)

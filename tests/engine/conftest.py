@@ -32,6 +32,7 @@ TOKEN = "0123456789abcdef" * 2
 def rollout_config(**changes) -> RolloutConfig:
     """Settings of the tests: small buckets, so that a fused layer's parts travel apart."""
     settings = {"device": "cpu", "max_model_len": MAX_LENGTH, "stream_interval": 4, "bucket_bytes": 20_000}
+    settings["probe_max_change"] = 0.0  # most tests publish models that have nothing to do with each other
     return RolloutConfig(**(settings | {"control_timeout_s": 60.0, "transfer_timeout_s": 60.0} | changes))
 
 
@@ -62,7 +63,8 @@ class LiveServer:
     async def fleet(self, **changes) -> "LiveFleet":
         """Return a fleet of this one server."""
         fleet = Fleet(rollout_config(**changes), TOKEN, self.rendezvous_dir, self.version, VOCABULARY)
-        assert await fleet.register("live", self.server.url, 1) == {"state": "current", "reason": ""}
+        world_size = self.config.tensor_parallel
+        assert await fleet.register("live", self.server.url, world_size) == {"state": "current", "reason": ""}
         return LiveFleet(fleet, self, Sender(fleet, timeout_s=30))
 
 
@@ -88,9 +90,9 @@ def tensors_of(model: Qwen3ForCausalLM) -> list[tuple[str, torch.Tensor]]:
 
 
 @contextmanager
-def serving(folder: Path, name: str, pace_file: Path, model: Qwen3ForCausalLM) -> Iterator[Server]:
+def serving(folder: Path, name: str, pace_file: Path, model: Qwen3ForCausalLM, **changes) -> Iterator[Server]:
     """Start a server with `model` as version 0, end it with the block."""
-    config = rollout_config()
+    config = rollout_config(**changes)
     port = choose_port(config, 0)
     command = server_command(config, save_model(model, folder / "model"), "cpu", port, seed=0)
     command += ["--scheduler-cls", "tests.engine.paced_scheduler.PacedScheduler"]
@@ -99,7 +101,7 @@ def serving(folder: Path, name: str, pace_file: Path, model: Qwen3ForCausalLM) -
 
     async def wait_ready() -> None:
         client = ReplicaClient(name, server.url, TOKEN, config, VOCABULARY)
-        assert await server.wait_ready(client, config) == 1
+        assert await server.wait_ready(client, config) == config.tensor_parallel
         await client.aclose()
 
     with ThreadPoolExecutor(1) as pool:

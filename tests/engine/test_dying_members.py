@@ -20,7 +20,7 @@ from tools.replica_stand_in import Fault, digest_of
 pytestmark = pytest.mark.timeout(120)
 
 NUM_TENSORS = 6
-LIMITS = {"transfer_timeout_s": 2.0, "control_timeout_s": 5.0, "startup_timeout_s": 20.0}
+LIMITS = {"transfer_timeout_s": 2.0, "control_timeout_s": 5.0, "startup_timeout_s": 20.0, "probe_max_change": 0.0}
 
 
 def tensors_of(version: int) -> list[tuple[str, torch.Tensor]]:
@@ -188,12 +188,14 @@ def test_damaged_files_are_refused_and_the_next_publication_mends_the_replica_th
                     await asyncio.sleep(0.02)
             assert reason in these.fleet.status()["fenced"]["b"]
             assert these.fleet.status()["replicas"]["a"]["state"] == "current"
-            await these.add("b2")  # fails likewise, or waits: either way the next publication has both or the survivor
-            outcome = await these.sender.publish(tensors_of(2), 2)
-            assert "a" in outcome["members"]
-            await these.add("b3")
-            await these.becomes_current("b3")
-            assert these.has("b3", 2)
+            for name in ("b2", "b3"):
+                assert await these.add(name) == "behind"
+            assert not these.fleet._publications.keeps_current
+            assert (await these.sender.publish(tensors_of(2), 2))["members"] == ["a", "b2", "b3"]
+            assert these.has("b2", 2)
+            await these.add("b4")
+            await these.becomes_current("b4")
+            assert these.has("b4", 2)
             await these.fleet.aclose()
 
     asyncio.run(run())

@@ -15,6 +15,7 @@ from a3po_megatron.rollout.client import Generation, PartialGeneration
 from a3po_megatron.rollout.fleet import Fleet
 from a3po_megatron.rollout.publication import PublicationError
 from a3po_megatron.rollout.sampling import SamplingSettings
+from a3po_megatron.rollout.transfer_messages import FILES_UNUSABLE
 from a3po_megatron.rollout.weight_sender import WeightSender
 from tests.engine.conftest import TOKEN, LiveServer, rollout_config, tensors_of
 from tests.engine.paced_scheduler import slow_from
@@ -74,7 +75,7 @@ def test_spans_of_a_response_over_two_publications_are_each_exact_for_their_vers
         assert sorted(set(result.versions)) == [first, first + 1, first + 2]
         assert (np.diff(result.versions) >= 0).all()
         check_each_version(live, prompt, result)
-        # What a snapshot would have held: never newer than the truth, and at most a piece behind at each publication.
+        # What a snapshot would have held: read at once, so not newer than the truth; at most a piece behind at each publication.
         truth = result.versions[: len(labels)]
         assert (np.array(labels) <= truth).all()
         assert (np.array(labels) < truth).sum() <= 2 * 4
@@ -305,7 +306,8 @@ def test_a_server_that_was_half_loaded_when_another_member_was_killed_is_filled_
         ready = await live.fleet(transfer_timeout_s=10.0, bucket_bytes=1)
         with ReplicaProcess(Fault(signal.SIGKILL, live.version + 1, killed_at)) as other:
             assert (await ready.fleet.register("other", other.url, 1))["state"] == "current"
-            outcome = await ready.sender.publish(tensors_of(model), live.version + 1)
+            async with asyncio.timeout(90):  # a hang is a failure: vLLM waits for tensors that it has counted already
+                outcome = await ready.sender.publish(tensors_of(model), live.version + 1)
             assert other.was_killed
         assert [result["again"] for result in ready.sender.outcomes] == [True, False]
         assert outcome["members"] == ["live"]
@@ -329,5 +331,33 @@ def test_a_server_that_comes_late_gets_the_current_weights_from_files_before_its
         assert (await fleet.register("live", live.server.url, 1))["state"] == "behind"
         await check_exact(live, fleet, "late")
         await fleet.aclose()
+
+    asyncio.run(run())
+
+
+def test_a_server_that_finds_damaged_files_says_so_and_they_are_read_no_more(live):
+    """The controller knows by the server's words that the files are to blame; the next publication mends the server."""
+    model = make_model(live.version + 701)
+
+    async def run() -> None:
+        fleet = Fleet(rollout_config(), TOKEN, live.rendezvous_dir, live.version, VOCABULARY)
+        with ReplicaProcess() as other:
+            await fleet.register("other", other.url, 1)
+            await Sender(fleet, timeout_s=30).publish(tensors_of(model), live.version + 1)
+            last = sorted(live.rendezvous_dir.glob("published/version_*/bucket_*.safetensors"))[-1]
+            last.write_bytes(last.read_bytes()[:-7])
+            assert (await fleet.register("live", live.server.url, 1))["state"] == "behind"
+            async with asyncio.timeout(60):
+                while "live" not in fleet.status()["fenced"]:
+                    await asyncio.sleep(0.01)
+        reason = fleet.status()["fenced"]["live"]
+        assert FILES_UNUSABLE in reason, reason
+        assert "the file was cut off" in reason, reason
+        assert not fleet._publications.keeps_current
+        await fleet.aclose()
+        mended = await live.fleet()
+        await mended.publish(model)
+        await check_exact(live, mended.fleet, "mended")
+        await mended.fleet.aclose()
 
     asyncio.run(run())

@@ -1,5 +1,6 @@
-"""`recipes/rollout.py` with real vLLM: killed, restarted, registered again, and gone without a trace."""
+"""`recipes/rollout.py` with real vLLM: killed, restarted, registered again, overloaded, and gone without a trace."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -8,22 +9,56 @@ import time
 from pathlib import Path
 
 import httpx
+import numpy as np
 import psutil
 import pytest
+from transformers import Qwen3ForCausalLM
 
+from a3po_megatron.rollout.fleet import Fleet
+from a3po_megatron.rollout.sampling import SamplingSettings
 from a3po_megatron.rollout.server import shared_memory_of
-from tests.engine.conftest import TOKEN
-from tests.engine.tiny_model import make_model, save_model
+from tests.engine.conftest import TOKEN, rollout_config
+from tests.engine.tiny_model import make_model, reference_logprobs, save_model
 from tests.fake_controller import FakeController
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "rollout.py"
+NUM_SEQS = 24
+CACHE_BYTES = (
+    2**20
+)  # 1,024 tokens of the tiny model: eight sequences that start with one block of 128 and grow into two
+PRESSURE_S = 90.0  # until the limit falls; a few seconds on an idle machine
 START_S = 200.0  # of one server on a busy machine; 30 s on an idle one
 
 
+async def check_full_cache(url: str, model: Qwen3ForCausalLM) -> None:
+    """Send more than the server's cache holds: its limit falls, every response is whole and exact."""
+    fleet = Fleet(rollout_config(max_model_len=256, max_num_seqs=NUM_SEQS, heartbeat_s=0.1), TOKEN, Path("unused"))
+    await fleet.register("small", url, 1)
+    prompts = np.random.default_rng(0).integers(2, 96, (NUM_SEQS, 100), dtype=np.int32)
+    deadline, lowest, results = time.monotonic() + PRESSURE_S, NUM_SEQS, []
+    while lowest == NUM_SEQS:
+        assert time.monotonic() < deadline, f"the limit is still {lowest}"
+        settings = [SamplingSettings(1.0, 60, seed=seed, ignore_eos=True) for seed in range(NUM_SEQS)]
+        calls = [fleet.generate(prompt, each, f"r{each.seed}") for prompt, each in zip(prompts, settings, strict=True)]
+        batch = asyncio.gather(*calls)
+        while not batch.done():
+            lowest = min(lowest, fleet.status()["replicas"]["small"]["limit"])
+            await asyncio.sleep(0.02)
+        results += zip(prompts, await batch, strict=True)
+    assert fleet.status()["fenced"] == {}
+    await fleet.aclose()
+    for prompt, result in results:
+        expected = reference_logprobs(model, prompt.tolist(), result.token_ids.tolist(), 1.0)
+        assert len(expected) == 60
+        np.testing.assert_allclose(result.logprobs, expected, atol=1e-4, rtol=0)
+
+
 @pytest.mark.timeout(480)
-def test_a_killed_vllm_server_is_restarted_and_registered_again_and_stopping_leaves_nothing(tmp_path):
-    save_model(make_model(0, tied=False), tmp_path / "model")
+def test_a_killed_vllm_server_is_restarted_withstands_a_full_cache_and_leaves_nothing(tmp_path):
+    model = make_model(0, tied=False)
+    save_model(model, tmp_path / "model")
     settings = ["device: cpu", "max_model_len: 256", "heartbeat_s: 0.5"]
+    settings += [f"kv_cache_bytes: {CACHE_BYTES}", f"max_num_seqs: {NUM_SEQS}"]
     (tmp_path / "config.yaml").write_text(
         f"run: {{dir: {tmp_path}}}\nmodel: {{path: {tmp_path}/model}}\nrollout: {{{', '.join(settings)}}}\n"
     )
@@ -51,6 +86,7 @@ def test_a_killed_vllm_server_is_restarted_and_registered_again_and_stopping_lea
             url = controller.registered["n-0.1"]["url"]
             headers = {"Authorization": f"Bearer {TOKEN}"}
             assert httpx.get(f"{url}/weight_info", headers=headers, trust_env=False).json() == {"weight_version": "0"}
+            asyncio.run(check_full_cache(url, model))
             family |= set(psutil.Process(process.pid).children(recursive=True))
             shared |= shared_memory_of(process.pid for process in family)
         finally:

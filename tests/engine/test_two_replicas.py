@@ -87,7 +87,7 @@ def test_200_responses_over_five_publications_are_each_exact_and_none_is_lost(li
     assert (status["moved"], status["interrupted"], status["waiting"]) == (0, 0, 0)
     assert {replica["running"] for replica in status["replicas"].values()} == {0}
     for partial, result in zip(partials, results, strict=True):
-        assert partial.token_ids == result.token_ids.tolist()
+        assert list(partial.token_ids) == result.token_ids.tolist()
     check_exact(live, prompts, results)
 
 

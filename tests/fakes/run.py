@@ -103,10 +103,10 @@ async def next_batch(client: httpx.AsyncClient, version: int) -> Batch | None:
 
 async def publish(client: httpx.AsyncClient, version: int) -> None:
     """Publish weights that are not there."""
-    manifest = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2, 3]], "world": 1}
+    manifest = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2, 3]]}
     answer = await post(client, "/publish/begin", version=version, **manifest)
     assert answer.status_code == 200, answer.text
-    answer = await post(client, "/publish/finish", version=version, time_s=0.1, bytes=24)
+    answer = await post(client, "/publish/finish", version=version)
     assert answer.status_code == 200, answer.text
 
 

@@ -49,6 +49,14 @@ def config_file(tmp_path: Path) -> str:
             ["actor.data_parallel=2", "actor.timeout_s=10"],
             "actor.timeout_s=10.0 is below rollout.transfer_timeout_s=300.0",
         ),
+        (
+            ["rollout.transfer_timeout_s=1200"],
+            "controller.publication_timeout_s=900: weights may take 2460 s to arrive",
+        ),
+        (
+            ["rollout.in_flight=drain", "rollout.drain_timeout_s=300"],
+            "controller.publication_timeout_s=900: weights may take 960 s to arrive",
+        ),
         (["controller.samples_per_prompt=1"], "controller.samples_per_prompt=1"),
         (["run.resume=true"], "run.resume=true: a reinforcement learning run cannot be resumed yet"),
         (["model.path=nowhere"], "model.path: nowhere is not a folder"),

@@ -90,11 +90,11 @@ def test_calls_that_do_not_fit_the_state_of_the_run_are_refused_with_one_line(tm
     async def talk(controller: Controller, client: httpx.AsyncClient) -> None:
         await register(client)
         await next_batch(client, 0)
-        manifest = {"names": ["w"], "dtypes": ["float32"], "shapes": [[1]], "world": 1}
+        manifest = {"names": ["w"], "dtypes": ["float32"], "shapes": [[1]]}
         refused = [
             (await post(client, "/batch", version=1), "a batch for version 1: the fleet serves version 0"),
             (await post(client, "/step", step=1, version=1, metrics={}), "the batch of version 1 was not the last one"),
-            (await post(client, "/publish/finish", version=1, time_s=0.0, bytes=0), "which was not begun"),
+            (await post(client, "/publish/finish", version=1), "which was not begun"),
             (
                 await post(client, "/publish/begin", version=2, **manifest),
                 "publication of version 2: version 0 is live",
@@ -135,6 +135,19 @@ def test_when_every_replica_lost_its_weights_the_actor_is_asked_to_publish_them_
     in_a_run(tmp_path, talk)
 
 
+def test_a_publication_that_was_asked_for_is_begun_even_when_the_last_replica_has_died_meanwhile(
+    tmp_path: Path,
+) -> None:
+    async def talk(controller: Controller, client: httpx.AsyncClient) -> None:
+        controller.parts.fleet.needs_publication = True  # type: ignore[misc]
+        assert (await post(client, "/batch", version=0)).status_code == 205
+        controller.parts.fleet.needs_publication = False  # type: ignore[misc]
+        await publish(client, 0)
+        assert (await post(client, "/batch", version=0)).status_code == 204, "asked for once"
+
+    in_a_run(tmp_path, talk)
+
+
 def test_a_publication_that_broke_off_is_begun_again_and_only_that_one(tmp_path: Path) -> None:
     async def talk(controller: Controller, client: httpx.AsyncClient) -> None:
         manifest = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2, 3]]}
@@ -144,7 +157,7 @@ def test_a_publication_that_broke_off_is_begun_again_and_only_that_one(tmp_path:
         for attempt in range(3):
             answer = await post(client, "/publish/begin", version=1, **manifest)
             assert answer.status_code == 200, answer.text
-            answer = await post(client, "/publish/finish", version=1, time_s=0.1, bytes=24, error="a member died")
+            answer = await post(client, "/publish/finish", version=1, error="a member died")
             assert wire.decode(answer.content, dict)["again"] == (attempt < 2)
             assert controller.version == (0 if attempt < 2 else 1)
         answer = await post(client, "/publish/begin", version=1, **manifest)

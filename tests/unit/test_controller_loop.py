@@ -3,6 +3,8 @@
 import asyncio
 import json
 import random
+import re
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -327,6 +329,51 @@ def test_every_wait_has_a_deadline_and_names_what_it_waited_for(
 
     with pytest.raises(TimeoutError, match=message):
         asyncio.run(main())
+
+
+@pytest.mark.parametrize("schedule", ["free", "lockstep"])
+def test_a_publication_does_not_wait_for_a_version_that_no_replica_can_get_any_more(
+    tmp_path: Path, schedule: str
+) -> None:
+    async def main() -> None:
+        fleet = FakeFleet()
+        fleet.hold = lambda request_id: request_id.startswith(("eval", "draw3-"))
+        controller = make_controller(tmp_path, fleet, 6, schedule=schedule, max_staleness=1)
+        async with asyncio.timeout(30), running(controller) as (client, _):
+            await register(client)
+            assert await next_batch(client, 0) is not None
+            manifest = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2, 3]]}
+            begin = asyncio.create_task(post(client, "/publish/begin", version=1, **manifest))
+            while controller._actor_calls == 0:
+                await asyncio.sleep(0.001)
+            assert fleet.calls == []
+            fleet.needs_publication = True
+            await register(client)  # a heartbeat
+            answer = await begin
+            if schedule == "free":
+                assert answer.status_code == 200, "the evaluation goes on with the next version"
+            else:
+                assert answer.status_code == 409
+                reason = r"1 groups must come from version 0 .*which every replica has lost.*keep_published=true"
+                assert re.search(reason, answer.json()["error"])
+
+    asyncio.run(main())
+
+
+def test_files_for_people_are_written_beside_the_loop(tmp_path: Path) -> None:
+    controller = make_controller(tmp_path, FakeFleet(), num_steps=2)
+    threads: dict[str, set[str]] = {}
+    for name in ("write_samples", "write_evaluation"):
+        write = getattr(controller.parts.files, name)
+
+        def spy(*arguments: Any, write: Any = write, name: str = name) -> None:
+            threads.setdefault(name, set()).add(threading.current_thread().name)
+            write(*arguments)
+
+        setattr(controller.parts.files, name, spy)
+    whole_run(controller)
+    assert set(threads) == {"write_samples", "write_evaluation"}
+    assert threading.main_thread().name not in set.union(*threads.values())
 
 
 def test_an_actor_that_stops_early_ends_the_run_after_a_last_evaluation(tmp_path: Path) -> None:

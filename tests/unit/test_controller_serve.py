@@ -13,7 +13,7 @@ import pytest
 from a3po_megatron import wire
 from a3po_megatron.controller.link import ActorLink, ControllerError
 from a3po_megatron.controller.loop import Controller
-from a3po_megatron.controller.messages import RegisterReplica, WeightManifest
+from a3po_megatron.controller.messages import PublicationSent, RegisterReplica, WeightManifest
 from a3po_megatron.controller.serve import Stopped, bind, serve
 from a3po_megatron.controller.waiting import first_cause
 from a3po_megatron.errors import UserError, exit_on_user_error
@@ -48,7 +48,7 @@ def actor(link: ActorLink, port: int) -> list[int]:
             sizes.append(len(batch.samples))
             plan = link.begin_publication(WeightManifest(version + 1, ["w"], ["float32"], [[2]]))
             assert plan["rendezvous"]["world_size"] == 2
-            assert link.finish_publication(version + 1, 0.1, 8)["members"] == ["r0"]
+            assert link.finish_publication(PublicationSent(version + 1))["members"] == ["r0"]
             link.report_step(version, version, {"loss": 0.1, "parity/logprob_max_abs": None})
         link.done("finished")
     return sizes
@@ -159,6 +159,7 @@ def config_file(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> s
         ("controller.max_generated=0.5", "controller.max_generated=0.5: at least 1"),
         ("controller.eval_samples=4", "controller.eval_samples=4 with controller.eval_temperature=0: greedy responses"),
         ("controller.max_stragglers=-1", "controller.max_stragglers=-1: must be at least 0"),
+        ("rollout.request_timeout_s=99", "rollout.request_timeout_s=99 is below controller.group_timeout_s=1800: one"),
         ("data.train.gsm8k={}", "data.train: sets of problems need data.task=problems; it is arithmetic"),
         ("controller.max_staleness=-1", "controller.max_staleness=-1: must be at least 0"),
         ("controller.host=0.0.0.0", "controller.host=0.0.0.0: would listen on every network"),

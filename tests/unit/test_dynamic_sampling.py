@@ -16,7 +16,8 @@ from a3po_megatron.controller.waiting import first_cause
 from a3po_megatron.data.arithmetic import decode_ids
 from a3po_megatron.errors import UserError
 from a3po_megatron.records import Batch, Int32
-from a3po_megatron.rollout.client import Generation, PartialGeneration
+from a3po_megatron.rollout.client import Generation, PartialGeneration, RequestOverdue
+from a3po_megatron.rollout.control import ReplicaError
 from a3po_megatron.rollout.sampling import SamplingSettings
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.run import make_controller, register, running, whole_run
@@ -129,6 +130,68 @@ def test_a_group_that_hangs_is_replaced_and_counted(tmp_path: Path, schedule: st
     batches = whole_run(make_controller(tmp_path, fleet, 6, **settings))
     assert [len(batch.samples) for batch in batches] == [12] * 6
     assert sum(row["sampling/replaced_stragglers"] for row in rows(tmp_path)) >= 2
+
+
+class ImpatientFleet(FakeFleet):
+    """Gives up the responses for which `hold` is true, or fails all at once."""
+
+    also_fails = False
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int] | Int32,
+        sampling: SamplingSettings,
+        request_id: str,
+        partial: PartialGeneration | None = None,
+    ) -> Generation:
+        if self.hold(request_id):
+            raise RequestOverdue(f"request {request_id} waited 600 s: no replica with version 0 is there")
+        if self.also_fails and request_id.startswith("draw"):
+            raise ReplicaError("failed on 3 replicas")
+        return await super().generate(prompt_ids, sampling, request_id, partial)
+
+
+@pytest.mark.parametrize("schedule", ["free", "lockstep"])
+def test_a_group_whose_response_the_fleet_gave_up_is_a_straggler(tmp_path: Path, schedule: str) -> None:
+    fleet = ImpatientFleet()
+    fleet.hold = lambda request_id: request_id in ("draw1-sample2", "draw4-sample0")
+    batches = whole_run(make_controller(tmp_path, fleet, 6, schedule=schedule, max_stragglers=2))
+    assert [len(batch.samples) for batch in batches] == [12] * 6
+    assert sum(row["sampling/replaced_stragglers"] for row in rows(tmp_path)) == 2
+
+
+def test_a_straggler_that_the_fleet_gave_up_says_for_what_it_waited(tmp_path: Path) -> None:
+    fleet = ImpatientFleet()
+    fleet.hold = lambda request_id: request_id.startswith("draw")
+    error = ended_by(tmp_path, fleet, max_stragglers=1)
+    assert isinstance(error, TimeoutError)
+    assert re.match(
+        r"waited too long \(request draw\d-sample\d waited 600 s: no replica .* is there\) for .* problem '", str(error)
+    )
+    assert error.__notes__ == ["controller.max_stragglers=1 of batch 0 had been replaced before it"]
+
+
+def test_a_failure_beside_a_response_that_was_given_up_is_no_straggler(tmp_path: Path) -> None:
+    fleet = ImpatientFleet()
+    fleet.also_fails = True
+    fleet.hold = lambda request_id: request_id.endswith("sample3")
+    error = ended_by(tmp_path, fleet, max_stragglers=99)
+    assert isinstance(error, ReplicaError)
+    assert not isinstance(error, RequestOverdue)
+
+
+def test_an_evaluation_in_the_middle_whose_response_was_given_up_is_given_up_too(tmp_path: Path) -> None:
+    fleet = ImpatientFleet()
+    fleet.hold = lambda request_id: request_id == "eval2-3-0"
+    controller = make_controller(tmp_path, fleet, 6, eval_every=2, eval_holds_publication="always")
+    said: list[str] = []
+    controller.evaluations.parts = replace(controller.parts, say=said.append)
+    assert len(whole_run(controller)) == 6
+    assert sorted(controller.evaluations.results) == [0, 4, 6]
+    assert any(
+        re.match(r"evaluation of version 2 given up: \d of 10 responses came: request eval2-3-0 waited", line)
+        for line in said
+    )
 
 
 def test_one_straggler_more_than_the_bound_ends_the_run(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Servers that run already: found through a controller or by url, asked with the version they have, left alone."""
 
 import asyncio
+import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -8,6 +10,7 @@ import pytest
 
 from a3po_megatron.config.schema import RolloutConfig
 from a3po_megatron.errors import UserError
+from a3po_megatron.evaluate import running_fleet
 from a3po_megatron.evaluate.running_fleet import RunningFleet
 from a3po_megatron.rollout.control import ReplicaError
 from a3po_megatron.rollout.sampling import SamplingSettings
@@ -160,3 +163,48 @@ def test_a_fleet_that_cannot_be_asked_is_a_users_mistake(
         await fleet.aclose()
 
     asyncio.run(run())
+
+
+class Aborting(Server):
+    """Aborts every response after one token, with new weights each time or with none."""
+
+    publishes = False
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path != "/inference/v1/generate":
+            return await super().handle_async_request(request)
+        self.requests.append({})
+        content = [{"token_id": 7, "logprob": -0.5}]
+        span = {"version": self.version, "start": 0, "end": 1}
+        choice = {
+            "token_ids": [7],
+            "logprobs": {"content": content},
+            "finish_reason": "abort",
+            "weight_versions": [span],
+        }
+        if self.publishes:
+            self.version = str(int(self.version) + 1)
+            if len(self.requests) == SAMPLING.max_tokens:
+                choice["finish_reason"] = "length"
+        return httpx.Response(200, text=f"data: {json.dumps({'choices': [choice]})}\n\n")
+
+
+def test_an_interruption_is_forgiven_once_for_each_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running_fleet, "RETRY_S", 0.01)
+    endless, training = Aborting("endless"), Aborting("training")
+    training.publishes = True
+
+    async def run() -> None:
+        fleet = fleet_of({"endless": endless, "training": training})
+        await fleet.connect(["http://training"])
+        response = await fleet.generate([1, 2], SAMPLING, "r")
+        assert response.versions.tolist() == [0, 1, 2, 3, 4, 5]
+        await fleet.aclose()
+        fleet = fleet_of({"endless": endless})
+        await fleet.connect(["http://endless"])
+        with pytest.raises(ReplicaError, match="request r failed 4 times: replica asked at http://endless: aborted"):
+            await fleet.generate([1, 2], replace(SAMPLING, max_tokens=50), "r")
+        await fleet.aclose()
+
+    asyncio.run(run())
+    assert len(endless.requests) == 5

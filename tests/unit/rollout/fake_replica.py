@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import httpx
 
-from a3po_megatron.rollout.transfer_messages import GROUP_BROKEN
+from a3po_megatron.rollout.transfer_messages import FILES_UNUSABLE, GROUP_BROKEN
 
 
 class FakeReplica(httpx.AsyncBaseTransport):
@@ -17,6 +17,7 @@ class FakeReplica(httpx.AsyncBaseTransport):
         self.calls = calls if calls is not None else []  # shared by replicas, to see the order of calls
         self.version = "0"
         self.broken: set[str] = set()  # paths that answer 500
+        self.probe: list[float | None] = [-1.0, -2.0]  # its log-probabilities of the probe's prompt
         self.breaks = ""  # path that answers, once, that the weight group broke
         self.dies_after: int | None = None  # tokens of a response
         self.hangs = False  # generates no more, and does not say so
@@ -25,6 +26,9 @@ class FakeReplica(httpx.AsyncBaseTransport):
         self.num_running = 0
         self.num_tokens = 0
         self.num_waiting = 0  # what its metrics say
+        self.cannot_read = False  # finds the files of every version damaged
+        self.may_read = asyncio.Event()  # cleared: reads files for ever
+        self.may_read.set()
         self.running = asyncio.Event()
         self.running.set()
         self.requests: list[dict] = []
@@ -42,6 +46,8 @@ class FakeReplica(httpx.AsyncBaseTransport):
             return httpx.Response(500, text=f"call failed: {GROUP_BROKEN}: a member died")
         if path == "/metrics":
             return httpx.Response(200, text=self._metrics())
+        if path == "/collective_rpc":
+            return httpx.Response(200, json={"results": [self.probe]})
         if path == "/inference/v1/generate":
             self.requests.append(body)
             if self.garbage is not None:
@@ -58,6 +64,10 @@ class FakeReplica(httpx.AsyncBaseTransport):
             self.joins.append(body["init_info"])
         elif path == "/update_weights":
             self.updates.append(body["update_info"])
+            if body["update_info"]["folder"]:
+                await self.may_read.wait()
+                if self.cannot_read:
+                    return httpx.Response(500, text=f"call failed: {FILES_UNUSABLE}: damaged")
         elif path == "/finish_weight_update":
             self.version = body["weight_version"]
         return httpx.Response(200, json={"world_size": 1})

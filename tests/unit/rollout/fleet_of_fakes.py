@@ -3,6 +3,7 @@
 from a3po_megatron.config.schema import RolloutConfig
 from a3po_megatron.rollout.fleet import Fleet
 from a3po_megatron.rollout.sampling import SamplingSettings
+from a3po_megatron.rollout.transfer_messages import Transfer
 from tests.unit.rollout.fake_replica import FakeReplica
 
 MANIFEST = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2]]}
@@ -20,12 +21,13 @@ class Setup:
             RolloutConfig(**settings),
             "secret",
             tmp_path / "rendezvous",
+            vocab_size=512,
             make_transport=lambda url: self.replicas[url.removeprefix("http://")],
         )
 
     async def register(self, *names: str, world_size: int = 1) -> list[str]:
         return [(await self.fleet.register(name, f"http://{name}", world_size))["state"] for name in names]
 
-    async def publish(self, version: int) -> dict:
-        begun = await self.fleet.begin_publication(version, MANIFEST)
-        return begun | await self.fleet.finish_publication(version)
+    async def publish(self, version: int, transfer: Transfer = "gloo", kept: bool = False) -> dict:
+        begun = await self.fleet.begin_publication(version, MANIFEST, transfer)
+        return begun | await self.fleet.finish_publication(version, kept=kept)

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from array import array
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -64,7 +66,10 @@ def test_the_request_asks_for_the_plain_distribution_and_salts_the_prompt_cache_
 
 
 def test_a_response_goes_on_after_the_tokens_it_has():
-    replica, partial = FakeReplica("r0"), PartialGeneration([9, 8], [-0.1, -0.2], [0, 0])
+    replica, partial = (
+        FakeReplica("r0"),
+        PartialGeneration(array("i", [9, 8]), array("f", [-0.1, -0.2]), array("i", [0, 0])),
+    )
     result = asyncio.run(client_of(replica).generate([2, 3], SAMPLING, "r", lambda: 0, partial))
     assert replica.requests[0]["token_ids"] == [2, 3, 9, 8]
     assert replica.requests[0]["sampling_params"]["max_tokens"] == 2
@@ -84,12 +89,62 @@ def test_a_response_goes_on_after_the_tokens_it_has():
         ([piece(5, 6, finish_reason="stop", weight_versions=spans(("0", 0, 1)))], "cover 1 of 2 tokens"),
         ([piece(5, logprob=NO_LOGPROB, finish_reason="stop", weight_versions=spans(("0", 0, 1)))], "NaN"),
         ([{"token_ids": [5], "logprobs": None, "finish_reason": "stop"}], "1 tokens came with 0 log-probabilities"),
+        ([piece(5), piece(32)], "token id 32 is not in the vocabulary of 32"),
+        (
+            [piece(5), piece(6, logprob=NO_LOGPROB)],
+            "no log-probability for token 1 of the response (NaN in the model?): -9999",
+        ),
     ],
 )
 def test_an_answer_that_cannot_be_trusted_is_an_error_that_names_the_server(choices, reason):
     with pytest.raises(ReplicaError, match="replica r0 at http://r0: ") as error:
         asyncio.run(answering(*choices).generate([2, 3], SAMPLING, "r"))
     assert reason in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("choices", "kept"),
+    [
+        ([piece(5), piece(6)], [9, 8, 5, 6]),  # broke off: its tokens are good
+        ([piece(5), piece(6), piece(7)], [9, 8, 5, 6, 7]),
+        ([piece(5), piece(32)], [9, 8]),
+        ([piece(5), piece(6, finish_reason="stop", weight_versions=None)], [9, 8]),
+        ([piece(5), piece(6, finish_reason="error", weight_versions=spans(("0", 0, 2)))], [9, 8]),
+    ],
+)
+def test_of_an_answer_that_cannot_be_used_the_partial_response_keeps_nothing(choices, kept):
+    partial = PartialGeneration(array("i", [9, 8]), array("f", [-0.1, -0.2]), array("i", [3, 3]))
+    with pytest.raises(ReplicaError):
+        asyncio.run(answering(*choices).generate([2, 3], replace(SAMPLING, max_tokens=6), "r", lambda: 0, partial))
+    assert partial.token_ids.tolist() == kept
+    assert len(partial.logprobs) == len(partial.versions) == len(kept)
+
+
+def test_a_full_response_without_an_ending_gets_its_last_token_anew():
+    replica, partial = (
+        FakeReplica("r0"),
+        PartialGeneration(array("i", [9, 8, 9, 8]), array("f", [-0.1] * 4), array("i", [0] * 4)),
+    )
+    result = asyncio.run(client_of(replica).generate([2, 3], SAMPLING, "r", lambda: 0, partial))
+    assert replica.requests[0]["sampling_params"]["max_tokens"] == 1
+    assert result.token_ids.tolist() == [9, 8, 9, 7]
+
+
+def test_a_connection_that_breaks_after_the_ending_leaves_no_ended_response_to_go_on_from():
+    class Breaks(httpx.AsyncByteStream):
+        async def __aiter__(self):
+            last = piece(1, finish_reason="stop", weight_versions=spans(("0", 0, 2)))
+            for choice in (piece(5), last):
+                yield f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
+
+        async def aclose(self):
+            raise httpx.ReadError("reset")
+
+    partial = PartialGeneration()
+    client = client_of(httpx.MockTransport(lambda request: httpx.Response(200, stream=Breaks())))
+    with pytest.raises(ReplicaError, match="connection lost"):
+        asyncio.run(client.generate([2, 3], SAMPLING, "r", lambda: 0, partial))
+    assert partial.token_ids.tolist() == [5]
 
 
 def test_gaps_between_spans_are_refused():

@@ -1,6 +1,7 @@
 """A replica that hangs, talks nonsense or fails: its requests end elsewhere, each once, and the fleet goes on."""
 
 import asyncio
+import json
 
 import httpx
 import pytest
@@ -12,6 +13,7 @@ from tests.unit.rollout.fleet_of_fakes import MANIFEST, SAMPLING, Setup
 
 pytestmark = pytest.mark.timeout(60)
 NUM_REQUESTS = 20
+VOCAB_SIZE = 512
 
 
 def hangs(replica: FakeReplica) -> None:
@@ -42,17 +44,45 @@ def talks(garbage: bytes):
     return talk
 
 
+def event(*tokens: int, logprob: float = -0.5, **ending) -> bytes:
+    content = [{"token_id": token, "logprob": logprob} for token in tokens]
+    choice = {"token_ids": list(tokens), "logprobs": {"content": content}, **ending}
+    return f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
+
+
+def ended(reason: str, *spans: tuple[str, int, int]) -> dict:
+    keys = ("version", "start", "end")
+    return {"finish_reason": reason, "weight_versions": [dict(zip(keys, span, strict=True)) for span in spans]}
+
+
+FULL = [1] * SAMPLING.max_tokens
 FAULTS = {
     "hangs while generating": (hangs, "has read and written no token for"),
     "answers nothing at all": (is_silent, "no answer to 'load' within 0.3 s"),
     "answers 500": (answers_500, "answered 500: /inference/v1/generate is broken"),
     "dies while generating": (dies, "connection lost"),
-    "sends no events": (talks(b"<html>hello</html>"), "cannot read the answer"),
-    "sends broken JSON": (talks(b'data: {"choices": [\n\n'), "cannot read the answer"),
-    "sends another form": (talks(b'data: {"choices": [{"token_ids": "abc"}]}\n\n'), "cannot read the answer"),
-    "ends early": (talks(b"data: [DONE]\n\n"), "ended before the response did"),
+    "sends no events": (talks(b"<html>hello</html>"), "cannot use the answer"),
+    "sends broken JSON": (talks(b'data: {"choices": [\n\n'), "cannot use the answer"),
+    "sends another form": (talks(b'data: {"choices": [{"token_ids": "abc"}]}\n\n'), "cannot use the answer"),
+    "ends early": (talks(event(1) + b"data: [DONE]\n\n"), "ended before the response did"),
+    "stops, of no version": (talks(event(1, 1) + event(2, **ended("stop", ("x", 0, 3)))), "spans are not usable"),
+    "is full, of no version": (talks(event(*FULL, **ended("length"))), "cover 0 of 20 tokens"),
+    "is full, and does not end": (talks(event(*FULL)), "ended before the response did"),
+    "draws from NaN": (talks(event(1) + event(1, logprob=-9999.0) + event(1)), "no log-probability for token 1"),
+    "is likelier than sure": (
+        talks(event(1, logprob=0.5)),
+        "no log-probability for token 0 of the response (NaN in the model?): 0.5",
+    ),
+    "draws a token below the vocabulary": (talks(event(1, -1)), "token id -1 is not in the vocabulary"),
+    "draws a token above the vocabulary": (talks(event(1, VOCAB_SIZE)), f"token id {VOCAB_SIZE} is not in"),
+    "draws a token beyond all numbers": (talks(event(10**12)), "token id 1000000000000 is not in the vocabulary"),
+    "covers more than it drew": (talks(event(1, **ended("stop", ("0", 0, 10**12)))), "spans are not usable"),
+    "has a version beyond all numbers": (talks(event(1, **ended("stop", ("9" * 12, 0, 1)))), "spans are not usable"),
+    "aborts what nobody told it to": (talks(event(1, **ended("abort", ("0", 0, 1)))), "it was not asked to abort"),
     "fails inside": (talks(b'data: {"error": {"message": "EngineDeadError"}}\n\n'), "EngineDeadError"),
 }
+
+TOKENS_STAY = ("ended before the response did", "it was not asked to abort")  # good ones, of an answer that broke off
 
 
 @pytest.mark.parametrize(("fault", "reason"), FAULTS.values(), ids=FAULTS.keys())
@@ -69,6 +99,8 @@ def test_requests_of_a_bad_replica_end_on_the_others_and_each_ends_once(tmp_path
 
     setup, results = asyncio.run(run())
     assert [len(result.token_ids) for result in results] == [SAMPLING.max_tokens] * NUM_REQUESTS
+    drawn = {token for result in results for token in result.token_ids.tolist()}
+    assert drawn == ({1, 7} if reason in TOKENS_STAY else {7}), "of an answer that cannot be used nothing is left"
     assert reason in setup.fleet.status()["fenced"]["bad"]
     asked = [request["request_id"].rpartition(".")[0] for request in setup.replicas["good"].requests]
     assert sorted(asked) == sorted(f"r{i}" for i in range(NUM_REQUESTS)), "the good one answered each, and each once"
@@ -119,3 +151,19 @@ def test_a_control_call_answered_with_nonsense_is_an_error_of_the_server(tmp_pat
             await (replica.client.world_size() if "size" in path else replica.client.version())
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_the_watch_of_a_replica_ends_with_it(tmp_path, held):
+    async def run():
+        setup = Setup(tmp_path, "a", "b", heartbeat_s=0.01)
+        await setup.register("a", "b")
+        if held:
+            await setup.fleet.begin_publication(1, MANIFEST)
+        await setup.fleet.deregister("a", "gone")
+        async with asyncio.timeout(20):
+            while len(setup.fleet._watches) > 1:
+                await asyncio.sleep(0.01)
+        return [watching.get_name() for watching in setup.fleet._watches], setup.fleet.status()["fenced"]
+
+    assert asyncio.run(run()) == (["watch b"], {"a": "gone"})

@@ -1,12 +1,15 @@
 """The fleet with replicas that are fakes at the HTTP level: order of a publication, membership, failures."""
 
 import asyncio
+import json
 
 import pytest
 
+from a3po_megatron.rollout import publication
 from a3po_megatron.rollout.client import PartialGeneration
-from a3po_megatron.rollout.control import ReplicaError
+from a3po_megatron.rollout.control import ReplicaError, encode_update
 from a3po_megatron.rollout.publication import PublicationError
+from a3po_megatron.rollout.transfer_messages import GROUP_BROKEN
 from tests.unit.rollout.fleet_of_fakes import MANIFEST, SAMPLING, Setup
 
 
@@ -95,6 +98,18 @@ def test_a_late_joiner_answers_only_after_a_publication(tmp_path):
 
     setup = asyncio.run(run())
     assert len(setup.replicas["late"].requests) == 2
+
+
+def test_the_status_shows_a_slot_that_its_supervisor_retired(tmp_path):
+    async def run():
+        setup = Setup(tmp_path, "a")
+        await setup.register("a")
+        await setup.fleet.deregister("n-0", "retired: failed 4 times")
+        return setup.fleet.status()
+
+    status = asyncio.run(run())
+    assert status["fenced"] == {"n-0": "retired: failed 4 times"}
+    assert set(status["replicas"]) == {"a"}
 
 
 def test_a_fleet_that_lost_all_replicas_asks_for_a_publication(tmp_path):
@@ -225,6 +240,42 @@ def test_survivors_of_a_broken_group_stay_paused_and_are_filled_under_a_new_epoc
     assert setup.fleet.version == 1
 
 
+def test_a_survivor_of_several_workers_is_restarted(tmp_path):
+    async def run():
+        setup = Setup(tmp_path, "a", "b")
+        await setup.register("a", world_size=2)
+        await setup.register("b")
+        setup.replicas["a"].breaks = setup.replicas["b"].breaks = "/update_weights"
+        first = await setup.publish(1)
+        return setup, first, await setup.publish(1)
+
+    setup, first, second = asyncio.run(run())
+    assert first["again"]
+    assert set(first["failed"]) == {"a"}
+    assert GROUP_BROKEN in setup.fleet.status()["fenced"]["a"]
+    assert (second["members"], second["again"]) == (["b"], False)
+
+
+def test_the_manifest_is_encoded_once_for_all_replicas(tmp_path, monkeypatch):
+    encoded: list[bytes] = []
+
+    def encode(*arguments) -> bytes:
+        encoded.append(encode_update(*arguments))
+        return encoded[-1]
+
+    monkeypatch.setattr(publication, "encode_update", encode)
+
+    async def run():
+        setup = Setup(tmp_path, "a", "b", "c")
+        await setup.register("a", "b", "c")
+        await setup.publish(1)
+        return [setup.replicas[name].updates for name in "abc"]
+
+    assert asyncio.run(run()) == [[json.loads(encoded[0])["update_info"]]] * 3
+    assert len(encoded) == 1
+    assert json.loads(encoded[0])["update_info"].items() >= {**MANIFEST, "version": 1, "folder": ""}.items()
+
+
 def test_an_nccl_group_is_asked_for_an_id_once_an_epoch(tmp_path):
     async def run():
         setup, wanted = Setup(tmp_path, "a", "b"), []
@@ -282,7 +333,40 @@ def test_publications_do_not_overlap(tmp_path):
     asyncio.run(run())
 
 
-def test_a_response_over_a_publication_has_both_versions_and_early_labels_are_never_too_new(tmp_path):
+def test_a_publication_names_the_reason_for_which_a_member_was_dropped(tmp_path):
+    async def run():
+        setup = Setup(tmp_path, "a", "b", transfer_timeout_s=60.0)
+        await setup.register("a", "b")
+
+        async def never(*arguments):
+            await asyncio.sleep(60)
+
+        fleet = {replica.client.name: replica for replica in setup.fleet._replicas}
+        fleet["a"].client.update_weights = never
+        await setup.fleet.begin_publication(1, MANIFEST)
+        await setup.fleet.deregister("a", "killed by SIGKILL")
+        async with asyncio.timeout(20):
+            return await setup.fleet.finish_publication(1)
+
+    failed = asyncio.run(run())["failed"]
+    assert failed == {"a": "replica a was dropped: killed by SIGKILL"}
+
+
+def test_a_name_that_another_server_bears_is_refused_and_the_first_one_stays(tmp_path):
+    async def run():
+        setup = Setup(tmp_path, "a", "b")
+        await setup.register("a")
+        second = await setup.fleet.register("a", "http://b", 1)
+        assert await setup.register("a") == ["current"], "its heartbeats go on"
+        return second, setup.fleet.status()
+
+    second, status = asyncio.run(run())
+    assert second["state"] == "fenced"
+    assert "a at http://b bears the name of the server at http://a" in second["reason"]
+    assert {name: replica["url"] for name, replica in status["replicas"].items()} == {"a": "http://a"}
+
+
+def test_a_response_over_a_publication_has_both_versions_and_early_labels_read_at_once_are_not_too_new(tmp_path):
     async def run():
         setup, partial = Setup(tmp_path, "a"), PartialGeneration()
         await setup.register("a")

@@ -47,11 +47,14 @@ class FakeCommunicator:
 def test_weights_pass_the_group_bit_for_bit_and_a_new_epoch_destroys_the_old_communicator(monkeypatch):
     wire, made = Wire(), []
 
-    def connect(unique_id: bytes, rank: int, world_size: int) -> FakeCommunicator:
+    def connect(unique_id: bytes, rank: int, world_size: int, device: torch.device) -> FakeCommunicator:
         assert (unique_id, world_size) == (b"the id", 2)
+        assert device == torch.device("cuda", 3), "the GPU of the worker, not that of the thread which joins"
         made.append(FakeCommunicator(wire, rank))
         return made[-1]
 
+    here = threading.get_ident()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3 if threading.get_ident() == here else 0)
     monkeypatch.setattr(nccl_group, "connect_vllm", connect)
     rendezvous = {"transfer": "nccl", "unique_id": "dGhlIGlk", "world_size": 2, "store": ""}
     sender, receiver = WeightSender(NcclGroup(b"the id", 0, 2, 5.0)), WeightReceiver()
@@ -91,6 +94,27 @@ def test_a_broadcast_that_does_not_end_is_aborted_at_the_deadline():
     assert communicator.destroyed == 1
     with pytest.raises(GroupBroken, match="was closed"):
         group.broadcast(torch.zeros(8, dtype=torch.uint8), "sending bucket 2")
+
+
+class FailingCommunicator(FakeCommunicator):
+    def broadcast(self, tensor, src, stream=None) -> None:
+        raise RuntimeError("NCCL error: unhandled system error")
+
+
+def test_an_error_of_nccl_or_of_the_gpu_is_a_broken_group():
+    failing = FailingCommunicator(Wire(), 0)
+    group = NcclGroup(b"id", 0, 2, 0.2, lambda *of: failing)
+    with pytest.raises(GroupBroken, match="sending bucket 1: NCCL or the GPU failed: NCCL error: unhandled"):
+        group.broadcast(torch.zeros(8, dtype=torch.uint8), "sending bucket 1")
+
+    def query() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    with pytest.raises(GroupBroken, match="sending bucket 2: NCCL or the GPU failed: CUDA error"):
+        nccl_group._NcclPending(group, query, "sending bucket 2", 0.2).wait()
+    assert failing.destroyed == 1
+    sender = WeightSender(NcclGroup(b"id", 0, 2, 0.2, lambda *of: FailingCommunicator(Wire(), 0)))
+    assert "NCCL error" in sender.send(SPECS, TENSORS, 1, bucket_bytes=300).error, "the run goes on"
 
 
 def test_auto_takes_nccl_where_actor_and_rollout_have_gpus():

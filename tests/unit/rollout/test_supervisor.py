@@ -183,6 +183,22 @@ def test_a_server_that_keeps_dying_ends_the_supervisor_with_its_own_words(start)
     assert "RuntimeError: no weights in this folder" in running.last_line
 
 
+def test_a_server_that_keeps_dying_is_retired_and_the_others_are_looked_after_as_before(start, controller):
+    running = start("first_dies", "rollout.num_servers=2")
+    controller.wait(lambda: "n-0" in controller.deregistered and "n-1.0" in controller.registered, DEADLINE_S)
+    said = "server 0 of n failed 3 times within 600 s (rollout.max_restarts=2); the last time: "
+    assert controller.deregistered["n-0"].startswith(f"retired: {said}")
+    assert f"RETIRED: {said}" in running.log.read_text()
+    assert "1 of 2 servers are left" in running.log.read_text()
+    running.look()
+    (server,) = psutil.Process(running.process.pid).children()
+    server.kill()
+    controller.wait(lambda: "n-1.1" in controller.registered, DEADLINE_S)
+    running.look()
+    running.process.terminate()
+    assert running.wait() == 0
+
+
 def test_a_supervisor_without_a_controller_stops(start, controller):
     running = start("good", "rollout.controller_timeout_s=0.5")
     controller.wait(lambda: controller.registered, DEADLINE_S)

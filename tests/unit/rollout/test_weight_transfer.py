@@ -14,6 +14,7 @@ from a3po_megatron.rollout import buckets
 from a3po_megatron.rollout.buckets import TensorSpec
 from a3po_megatron.rollout.rendezvous import join_group
 from a3po_megatron.rollout.transfer_group import GlooGroup, GroupBroken
+from a3po_megatron.rollout.transfer_messages import version_folder
 from a3po_megatron.rollout.weight_receiver import Incoming, WeightReceiver
 from a3po_megatron.rollout.weight_sender import WeightSender
 
@@ -171,8 +172,8 @@ def test_a_disk_that_fails_does_not_keep_the_weights_from_the_receivers(pool, tm
 def test_kept_weights_are_the_same_bits_and_readable_safetensors(tmp_path):
     for version in (1, 2):
         assert WeightSender(None).send(SPECS, TENSORS, version, 1000, keep_in=tmp_path).keep_error == ""
-    (folder,) = tmp_path.iterdir()
-    assert folder.name == "version_000002"
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["version_000001", "version_000002"]
+    folder = version_folder(tmp_path, 2)
     received = WeightReceiver().receive(Incoming(2, SPECS, 1000, str(folder)), list)
     assert [name for name, _ in received] == [name for name, _ in TENSORS]
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(received, TENSORS, strict=True))
