@@ -62,6 +62,17 @@ def test_one_line_says_what_is_used() -> None:
     assert "\n" not in line
 
 
+def test_float32_is_not_multiplied_as_tf32_where_the_environment_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda where: None)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        device.prepare_megatron(CUDA)
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_an_offloaded_optimizer_is_refused_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert device.choose_device(ActorConfig()) == CPU
