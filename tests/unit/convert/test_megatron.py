@@ -84,6 +84,8 @@ from pathlib import Path
 from a3po_megatron.convert.megatron import hf_to_megatron, layout_of, megatron_to_hf
 from a3po_megatron.convert.memory import PeakMemory
 source, megatron, back = map(Path, sys.argv[1:])
+hf_to_megatron(source, megatron.with_name("first"), layout_of(2, 2))  # what is imported on the way does not count
+megatron_to_hf(megatron.with_name("first"), source, back.with_name("first_back"))
 meter = PeakMemory()
 summary = hf_to_megatron(source, megatron, layout_of(2, 2))
 there = meter.bytes_above_start()
