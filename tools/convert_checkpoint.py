@@ -7,7 +7,7 @@ import argparse
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,14 +16,16 @@ from a3po_megatron.errors import UserError, exit_on_user_error
 if TYPE_CHECKING:
     from a3po_megatron.convert.weights import Summary
 
+LAYOUT_OPTIONS = ("tensor_parallel", "pipeline_parallel", "expert_parallel")
+MAX_SHARD_MB = 4096
+
 
 def hf_to_megatron(arguments: argparse.Namespace) -> int:
     """Convert a Hugging Face folder to a megatron checkpoint: weights only, with config.json and tokenizer beside them."""
     if arguments.bridge:
         from a3po_megatron.actor.bridge import bridge_hf_to_megatron
 
-        bridge_hf_to_megatron(arguments.source, arguments.destination)
-        return 0
+        return by_bridge(arguments, lambda: bridge_hf_to_megatron(arguments.source, arguments.destination))
     from a3po_megatron.convert.megatron import hf_to_megatron, layout_of  # torch: only when it is needed
 
     meter = Meter()
@@ -41,8 +43,7 @@ def megatron_to_hf(arguments: argparse.Namespace) -> int:
     if arguments.bridge:
         from a3po_megatron.actor.bridge import bridge_megatron_to_hf
 
-        bridge_megatron_to_hf(arguments.source, config, arguments.destination)
-        return 0
+        return by_bridge(arguments, lambda: bridge_megatron_to_hf(arguments.source, config, arguments.destination))
     from a3po_megatron.convert.megatron import megatron_to_hf
 
     meter = Meter()
@@ -50,6 +51,22 @@ def megatron_to_hf(arguments: argparse.Namespace) -> int:
         arguments.source, config, arguments.destination, arguments.dtype, show_progress, arguments.max_shard_mb << 20
     )
     meter.report(arguments.destination, summary, ignored)
+    return 0
+
+
+def by_bridge(arguments: argparse.Namespace, convert: Callable[[], None]) -> int:
+    """Let megatron-bridge convert. Raises UserError for options that it does not take."""
+    from a3po_megatron.convert.destination import writing
+
+    ignored = {**dict.fromkeys(LAYOUT_OPTIONS, 1), "dtype": None, "max_shard_mb": MAX_SHARD_MB}
+    for name, default in ignored.items():
+        if (value := getattr(arguments, name, default)) != default:
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"{option} {value}: megatron-bridge has its own way, leave {option} or --bridge out")
+    start = time.monotonic()
+    with writing(arguments.destination):
+        convert()
+    print(f"{arguments.destination}: written by megatron-bridge in {time.monotonic() - start:.1f} s")
     return 0
 
 
@@ -99,9 +116,9 @@ def verify(arguments: argparse.Namespace) -> int:
     warnings.simplefilter("ignore")  # megatron warns once a module about absent GPU packages
     become_only_rank()
     from a3po_megatron.actor import device
-    from a3po_megatron.config.schema import ActorConfig
+    from a3po_megatron.actor.scoring import SETTINGS
 
-    device.start(ActorConfig())
+    device.start(SETTINGS)
     try:
         found = verify.compare(*paths, configs, tokens)
     finally:
@@ -183,9 +200,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name, run in (("hf-to-megatron", hf_to_megatron), ("nemo-to-megatron", nemo_to_megatron)):
         to_megatron = command(name, run)
         add_folders(to_megatron)
-        for what in ("tensor", "pipeline", "expert"):
+        for what in LAYOUT_OPTIONS:
+            option = f"--{what.replace('_', '-')}"
             to_megatron.add_argument(
-                f"--{what}-parallel", type=positive, default=1, metavar="N", help="cut as its ranks would (default: 1)"
+                option, type=positive, default=1, metavar="N", help="cut as its ranks would (default: 1)"
             )
         add_dtype(to_megatron)
         if run is nemo_to_megatron:
@@ -200,7 +218,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add_dtype(to_hf)
     add_bridge(to_hf)
     to_hf.add_argument(
-        "--max-shard-mb", type=positive, default=4096, metavar="MB", help="of a safetensors file (default: %(default)s)"
+        "--max-shard-mb",
+        type=positive,
+        default=MAX_SHARD_MB,
+        metavar="MB",
+        help="of a safetensors file (default: %(default)s)",
     )
     gguf = command("gguf-to-hf", gguf_to_hf)
     gguf.add_argument("source", type=Path, metavar="SRC.gguf")

@@ -69,6 +69,7 @@ def prepare_megatron(device: torch.device) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("highest")  # some images' environment asks for TF32
     else:
         from a3po_megatron.actor import cpu_shim
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from a3po_megatron.actor.hf_mapping import hf_shapes
+from a3po_megatron.actor.safetensors_bytes import Place, same_content
 from a3po_megatron.actor.safetensors_writer import (
     DTYPES,
     INDEX_FILE,
@@ -27,6 +28,7 @@ from a3po_megatron.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 # What belongs to a model beside its weights; carried from the folder that the run started from.
 COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "generation_config.json", "*.jinja")
 
@@ -38,8 +40,9 @@ class HFFolder:
         """Open the folder. Raises UserError unless it holds exactly the tensors of `shape`, each of the right shape."""
         self.folder = Path(folder)
         self.shape = shape
-        self._file_of = {name: path for path in _weight_files(self.folder) for name in _names(path)}
+        self._file_of = _locate(self.folder)
         self._check_names(hf_shapes(shape))
+        self._check_tied_output()
 
     def tensor(self, name: str) -> "Tensor":
         """Return one whole tensor in host memory."""
@@ -80,6 +83,16 @@ class HFFolder:
                     if found != expected[name]:
                         raise UserError(f"{path}: {name} has shape {found}, config.json says {expected[name]}")
 
+    def _check_tied_output(self) -> None:
+        """Refuse an output layer of its own where config.json ties it: transformers would use it, megatron has no place for it."""
+        if not self.shape.tie_word_embeddings or OUTPUT not in self._file_of:
+            return
+        if not same_content(Place(self._file_of[OUTPUT], OUTPUT), Place(self._file_of[EMBEDDING], EMBEDDING)):
+            raise UserError(
+                f"{self._file_of[OUTPUT]}: {OUTPUT} is not {EMBEDDING}, but config.json says tie_word_embeddings=true; "
+                "set it to false there, or remove the tensor"
+            )
+
 
 def write_hf_folder(
     tensors: Iterable[tuple[str, "Tensor"]],
@@ -114,37 +127,58 @@ def carry_companions(source: Path, destination: Path, dtype: str) -> None:
             shutil.copy2(file, destination / file.name)
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def _locate(folder: Path) -> dict[str, Path]:
+    """Return the file of each tensor: the one that holds it, which must be the one that the index names."""
     index = folder / INDEX_FILE
-    if not index.exists():
-        if (folder / ".metadata").exists():
-            raise UserError(
-                f"{folder}: a megatron checkpoint, where a Hugging Face folder is needed; convert it: "
-                "tools/convert_checkpoint.py megatron-to-hf"
-            )
-        if not (folder / SINGLE_FILE).exists():
-            raise UserError(
-                f"{folder}: no weights: expected {SINGLE_FILE} or {INDEX_FILE} (model.init=random needs none)"
-            )
-        return [folder / SINGLE_FILE]
+    named = _read_index(index) if index.exists() else dict.fromkeys(_names(_single_file(folder)), SINGLE_FILE)
+    found: dict[str, Path] = {}
+    for file in sorted(set(named.values())):
+        if not (folder / file).exists():
+            raise UserError(f"{folder / file}: named in {INDEX_FILE} but missing")
+        for name in _names(folder / file):
+            if name in found:
+                raise UserError(f"{folder}: {name} is in both {found[name].name} and {file}; expected one file")
+            found[name] = folder / file
+    for name, file in named.items():
+        if found.get(name) != folder / file:
+            where = f"it is in {found[name].name}" if name in found else "no file has it"
+            raise UserError(f"{index}: names {file} for {name}, but {where}")
+    return found
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """Return the file name of each tensor. Raises UserError unless the files lie in the folder itself."""
     try:
-        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        named = dict(json.loads(index.read_text())["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{index}: damaged index: {error!r}") from None
-    for file in files:
-        if not file.exists():
-            raise UserError(f"{file}: named in {INDEX_FILE} but missing")
-    return files
+    for name, file in named.items():
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".."):
+            raise UserError(
+                f"{index}: damaged index: {name} is in {file!r}; expected the name of a file in this folder"
+            )
+    return named
+
+
+def _single_file(folder: Path) -> Path:
+    if (folder / ".metadata").exists():
+        raise UserError(
+            f"{folder}: a megatron checkpoint, where a Hugging Face folder is needed; convert it: "
+            "tools/convert_checkpoint.py megatron-to-hf"
+        )
+    if not (folder / SINGLE_FILE).exists():
+        raise UserError(f"{folder}: no weights: expected {SINGLE_FILE} or {INDEX_FILE} (model.init=random needs none)")
+    return folder / SINGLE_FILE
 
 
 def _is_derived(name: str, expected: dict[str, tuple[int, ...]]) -> bool:
-    """Whether a tensor repeats what is known, as transformers treats it: a tied output layer, or rotary frequencies.
+    """Whether a tensor repeats what is known: a tied output layer, which is compared, or rotary frequencies.
 
     So does Transformer Engine's `_extra_state`, which some converters leave behind: scales of 8-bit kernels, which a model of
     16 or 32 bits does not use.
     """
     repeats = name.endswith(("rotary_emb.inv_freq", "._extra_state"))
-    return repeats or (name == "lm_head.weight" and name not in expected)
+    return repeats or (name == OUTPUT and name not in expected)
 
 
 def _names(path: Path) -> list[str]:

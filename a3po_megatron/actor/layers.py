@@ -32,14 +32,11 @@ def layer_spec(config: TransformerConfig, kernels: Kernels) -> ModuleSpec:
     """Return the spec of one transformer layer."""
     if kernels.layers == "local":
         return local_layer_spec(config)
-    spec = get_gpt_layer_with_transformer_engine_spec(
+    return get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
     )
-    if kernels.attention == "torch":
-        spec.submodules.self_attention.submodules.core_attention = CoreAttention
-    return spec
 
 
 def norm_class(kernels: Kernels) -> type[torch.nn.Module]:

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens under a megatron checkpoint that megatron itself loads: one rank, float32, no optimizer."""
+"""Log-probabilities of given tokens under a megatron checkpoint that megatron itself loads: one CPU rank, float32, no optimizer."""
 
 from functools import partial
 from pathlib import Path
@@ -24,10 +24,13 @@ from a3po_megatron.config.model_shape import ModelShape
 from a3po_megatron.config.schema import ActorConfig
 from a3po_megatron.errors import UserError
 
+# On a CPU everywhere: what it is compared with is computed there, and a GPU sums in another order.
+SETTINGS = ActorConfig(device="cpu")
+
 
 def checkpoint_logprobs(folder: Path, shape: ModelShape, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Return float32 [n - 1]: the log-probability of each of `tokens` but the first. Needs the default process group."""
-    settings = ActorConfig()
+    """Return float32 [n - 1]: the log-probability of each of `tokens` but the first. Needs the process group of SETTINGS."""
+    settings = SETTINGS
     device = devices.choose_device(settings)
     parallel.initialize(settings, seed=0)
     try:

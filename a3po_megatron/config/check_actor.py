@@ -17,9 +17,8 @@ def check_actor(actor: ActorConfig, shape: ModelShape) -> None:
         raise UserError(
             f"actor.host={actor.host or '(empty)'}: name one address of the first actor node, on a private network"
         )
-    _check_tensor_parallel(actor, shape)
+    check_split(actor, shape)
     _check_pipeline(actor, shape)
-    _check_experts(actor, shape)
     _check_router(actor, shape)
     _check_recompute(actor, shape)
     _check_optimizer_offload(actor)
@@ -28,6 +27,12 @@ def check_actor(actor: ActorConfig, shape: ModelShape) -> None:
             "actor.overlap_param_gather=true needs actor.distributed_optimizer=true and actor.overlap_grad_reduce=true: "
             "it gathers the parameters that the distributed optimizer scattered, behind the reduction of their gradients"
         )
+
+
+def check_split(actor: ActorConfig, shape: ModelShape) -> None:
+    """Check that single tensors, and the experts, can be cut as the layout says."""
+    _check_tensor_parallel(actor, shape)
+    _check_experts(actor, shape)
 
 
 def _check_tensor_parallel(actor: ActorConfig, shape: ModelShape) -> None:
@@ -156,6 +161,12 @@ def _check_router(actor: ActorConfig, shape: ModelShape) -> None:
 
 def _check_recompute(actor: ActorConfig, shape: ModelShape) -> None:
     at_least("actor.recompute_num_layers", actor.recompute_num_layers, 1)
+    _check_recompute_is_used(actor)
+    most = _layers_of_largest_chunk(actor, shape)
+    if actor.recompute_num_layers > most:
+        raise UserError(
+            f"actor.recompute_num_layers={actor.recompute_num_layers}: at most {most}, the layers of a stage's chunk"
+        )
     known = ("core_attn", "moe" if shape.num_experts else "mlp")
     unknown = [name for name in actor.recompute_modules if name not in known]
     if actor.recompute_granularity == "selective" and (unknown or not actor.recompute_modules):
@@ -165,9 +176,38 @@ def _check_recompute(actor: ActorConfig, shape: ModelShape) -> None:
         )
 
 
+def _check_recompute_is_used(actor: ActorConfig) -> None:
+    """Refuse settings of one granularity under another, where they would do nothing."""
+    belongs = {"recompute_modules": "selective", "recompute_method": "full", "recompute_num_layers": "full"}
+    for name, granularity in belongs.items():
+        value = getattr(actor, name)
+        if value != getattr(ActorConfig(), name) and actor.recompute_granularity != granularity:
+            raise UserError(
+                f"actor.{name}={value} does nothing with actor.recompute_granularity={actor.recompute_granularity}; "
+                f"set actor.recompute_granularity={granularity}, or leave it out"
+            )
+
+
+def _layers_of_largest_chunk(actor: ActorConfig, shape: ModelShape) -> int:
+    given = (actor.num_layers_in_first_pipeline_stage, actor.num_layers_in_last_pipeline_stage)
+    others = actor.pipeline_parallel - sum(map(bool, given))
+    of_others = (shape.num_layers - sum(given)) // others if others else 0
+    return max(*given, of_others) // actor.virtual_pipeline_parallel
+
+
 def _check_optimizer_offload(actor: ActorConfig) -> None:
     if not actor.optimizer_cpu_offload:
+        if actor.optimizer_offload_fraction != ActorConfig().optimizer_offload_fraction:
+            raise UserError(
+                f"actor.optimizer_offload_fraction={actor.optimizer_offload_fraction} does nothing without "
+                "actor.optimizer_cpu_offload=true; set that, or leave it out"
+            )
         return
+    if actor.dtype == "float32":
+        raise UserError(
+            "actor.optimizer_cpu_offload=true with actor.dtype=float32: megatron-core cannot load such an optimizer's "
+            "checkpoint, which has no main parameters beside the model's; use bfloat16"
+        )
     if not actor.distributed_optimizer:
         raise UserError(
             "actor.optimizer_cpu_offload=true needs actor.distributed_optimizer=true, whose shards megatron-core offloads"

@@ -64,13 +64,14 @@ class ActorConfig:
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
-    optimizer_cpu_offload: bool = False  # optimizer state and its step in host memory; GPU only
+    optimizer_cpu_offload: bool = False  # optimizer state and its step in host memory; bfloat16 on a GPU only
     optimizer_offload_fraction: float = 1.0  # share of the parameters whose state is there
     # Activations that are computed again in the backward pass instead of kept. selective: those of `recompute_modules`;
     # full: those of whole layers
     recompute_granularity: Literal["none", "selective", "full"] = "none"
-    # core_attn (not with Transformer Engine, whose attention does so itself), mlp of a dense model, moe of a mixture of experts
-    recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])
+    # Of `selective`, which must name some. mlp of a dense model, moe of a mixture of experts; core_attn saves memory in the
+    # local layers only: Transformer Engine's attention keeps no scores
+    recompute_modules: list[str] = field(default_factory=list)
     # Of `full`. uniform: every layer, kept at each `recompute_num_layers`-th; block: the first `recompute_num_layers` of a chunk
     recompute_method: Literal["uniform", "block"] = "uniform"
     recompute_num_layers: int = 1

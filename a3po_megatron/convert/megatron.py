@@ -1,16 +1,15 @@
 """Hugging Face folder <-> megatron checkpoint. One process, one parameter at a time; the layout is only how bytes are cut."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from a3po_megatron.actor.hf_folder import HFFolder, write_hf_folder
 from a3po_megatron.actor.megatron_folder import MegatronFolder
 from a3po_megatron.actor.safetensors_writer import MAX_SHARD_BYTES
-from a3po_megatron.config.check_actor import check_actor
-from a3po_megatron.config.model_shape import read_model_shape
+from a3po_megatron.config.check_actor import check_split
+from a3po_megatron.config.model_shape import ModelShape, read_model_shape
 from a3po_megatron.config.schema import ActorConfig
+from a3po_megatron.convert.destination import writing
 from a3po_megatron.convert.megatron_writer import write_megatron_folder
 from a3po_megatron.convert.weights import Cast, Summary, Watch, Weights, stream, summarise, unwatched
 from a3po_megatron.errors import UserError
@@ -24,7 +23,7 @@ def hf_to_megatron(
     Raises UserError: source damaged or of another model than its config.json says, layout that does not divide the model.
     """
     shape = read_model_shape(source)
-    check_actor(layout, shape)
+    check_layout(layout, shape)
     weights = _cast(HFFolder(source, shape), dtype)
     with writing(destination):
         return write_megatron_folder(weights, layout, source, destination, watch)
@@ -61,15 +60,13 @@ def layout_of(tensor_parallel: int, pipeline_parallel: int, expert_parallel: int
     )
 
 
-@contextmanager
-def writing(destination: Path) -> Iterator[None]:
-    """Refuse a destination that is there, and name it when it cannot be written. Raises UserError."""
-    if destination.exists():
-        raise UserError(f"{destination}: exists already; remove it or choose another destination")
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{destination}: cannot be written: {error.strerror or error}") from error
+def check_layout(layout: ActorConfig, shape: ModelShape) -> None:
+    """Check that the weights can be cut so; stages need not be even, each reads its layers from whichever files have them."""
+    check_split(layout, shape)
+    if layout.pipeline_parallel > shape.num_layers:
+        raise UserError(
+            f"--pipeline-parallel {layout.pipeline_parallel}: more stages than the model's {shape.num_layers} layers"
+        )
 
 
 def _cast(weights: Weights, dtype: str | None) -> Weights:

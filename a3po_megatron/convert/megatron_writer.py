@@ -107,7 +107,7 @@ def _chunks(
 
 
 def _rank(entry: Entry, tp_rank: int, shape: ModelShape, layout: ActorConfig) -> int:
-    """Return which rank holds a chunk, where stages have as many layers each."""
+    """Return which rank holds a chunk, where the layers are spread over the stages as evenly as they can be."""
     if entry.index:
         stage = entry.index[0] * layout.pipeline_parallel // shape.num_layers
     else:

@@ -18,10 +18,10 @@ import yaml
 
 from a3po_megatron.actor.hf_folder import COMPANIONS
 from a3po_megatron.actor.megatron_folder import MegatronFolder
-from a3po_megatron.config.check_actor import check_actor
 from a3po_megatron.config.model_shape import read_model_shape
 from a3po_megatron.config.schema import ActorConfig
-from a3po_megatron.convert.megatron import writing
+from a3po_megatron.convert.destination import writing
+from a3po_megatron.convert.megatron import check_layout
 from a3po_megatron.convert.megatron_writer import write_megatron_folder
 from a3po_megatron.convert.weights import Cast, Summary, Watch, unwatched
 from a3po_megatron.errors import UserError
@@ -56,7 +56,7 @@ def nemo_to_megatron(
             for file in (source / TOKENIZER).glob(pattern):
                 shutil.copy2(file, companions / file.name)
         shape = read_model_shape(companions)
-        check_actor(layout, shape)
+        check_layout(layout, shape)
         folder = MegatronFolder(source / WEIGHTS, shape)
         with writing(destination):
             return write_megatron_folder(

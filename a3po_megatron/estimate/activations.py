@@ -52,11 +52,9 @@ def layer_bytes_per_token(shape: ModelShape, actor: ActorConfig) -> LayerBytes:
 def stage_bytes_per_token(shape: ModelShape, actor: ActorConfig, stage: int) -> float:
     """Return what a pipeline stage keeps over the microbatches in flight, and what it computes again at a time.
 
-    One forward, one backward keeps pp - stage microbatches of a stage in flight; the interleaved schedule of v chunks adds up to
-    (pp - 1) / v more (Narayanan et al., arXiv 2104.04473, section 2.2). The last stage keeps final norm and gathered hidden states.
+    The last stage keeps final norm and gathered hidden states.
     """
-    pp, vpp = actor.pipeline_parallel, actor.virtual_pipeline_parallel
-    in_flight = pp - stage + ((pp - 1) / vpp if vpp > 1 else 0)
+    pp, in_flight = actor.pipeline_parallel, microbatches_in_flight(actor, stage)
     in_layers, again = _kept_in_layers(shape, actor, layers_of_stage(shape, actor, stage))
     kept, hidden = in_flight * in_layers + again, _hidden_bytes(shape, actor)
     if stage == 0:
@@ -64,6 +62,18 @@ def stage_bytes_per_token(shape: ModelShape, actor: ActorConfig, stage: int) -> 
     if stage == pp - 1:
         kept += 2 * hidden + shape.hidden_size * DTYPE_BYTES[actor.dtype]
     return kept
+
+
+def microbatches_in_flight(actor: ActorConfig, stage: int) -> float:
+    """Return how many microbatches a stage has gone forward with and not yet back, where a step has enough of them.
+
+    One forward, one backward keeps pp - stage. The interleaved schedule of v chunks (Narayanan et al., arXiv 2104.04473, section
+    2.2) goes forward with pp microbatches in each chunk but the last, two more a stage to come, and one: of a chunk, 1 / v.
+    """
+    pp, vpp = actor.pipeline_parallel, actor.virtual_pipeline_parallel
+    if vpp == 1:
+        return pp - stage
+    return (2 * (pp - stage - 1) + (vpp - 1) * pp + 1) / vpp
 
 
 def recomputed_layers(shape: ModelShape, actor: ActorConfig, layers: int) -> int:

@@ -12,7 +12,7 @@ from a3po_megatron.estimate.activations import DTYPE_BYTES, layer_bytes_per_toke
 from a3po_megatron.estimate.parameters import Split, embedding_parameters, layer_parameters, stage_parameters
 
 STATE_BYTES = {"float32": 8, "bfloat16": 12}  # of the optimizer, a parameter
-GPU_CHUNK_TOKENS = 2048  # of actor/token_head.py; a test holds the two together
+GPU_CHUNK_TOKENS, WEIGHT_ROWS_AT_ONCE = 2048, 16384  # of actor/token_head.py; a test holds the two together
 SERVER_BATCHED_TOKENS = 8192  # vLLM's own default of a server on an 80 GB GPU (vllm/engine/arg_utils.py)
 # Assumptions, not measured: CUDA context, NCCL's buffers and what the allocator loses; of a server also CUDA graphs.
 ACTOR_OVERHEAD_BYTES = 5e9
@@ -85,13 +85,15 @@ def largest_stage(shape: ModelShape, actor: ActorConfig) -> tuple[int, ActorMemo
 def logprob_chunk_bytes(shape: ModelShape, actor: ActorConfig, tokens: int) -> float:
     """Return what actor/token_head.py needs beside its inputs while a chunk is worked on.
 
-    Logits, a float32 copy and their gradient [chunk, v]; the gradient of the output weight [v, h] in float32 and as it is returned.
+    Logits, a float32 copy and their gradient [chunk, v]; the gradient of the output weight [v, h] in float32 and as it is returned;
+    of a bfloat16 weight, float32 products of some rows before they are added.
     """
     width = DTYPE_BYTES[actor.dtype]
     columns = shape.padded_vocab_size(actor.tensor_parallel) / actor.tensor_parallel
     chunk = min(actor.logprob_chunk_tokens or GPU_CHUNK_TOKENS, tokens)
     logits = chunk * columns * ((4 if actor.float32_head else width) + 4 + width)
-    return logits + embedding_parameters(shape, actor.tensor_parallel) * (4 + width)
+    products = 4 * min(WEIGHT_ROWS_AT_ONCE, columns) * shape.hidden_size if actor.dtype == "bfloat16" else 0
+    return logits + products + embedding_parameters(shape, actor.tensor_parallel) * (4 + width)
 
 
 def server_memory(shape: ModelShape, rollout: RolloutConfig, gpu_bytes: float) -> ServerMemory:

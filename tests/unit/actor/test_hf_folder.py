@@ -66,12 +66,90 @@ def test_an_interrupted_write_leaves_no_folder_of_that_name(tmp_path: Path, tens
 def test_what_repeats_known_tensors_is_no_fault(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     tied = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
     repeated = {
-        "lm_head.weight": torch.zeros(131, 12),
+        "lm_head.weight": tied["model.embed_tokens.weight"].clone(),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2),
         "model.layers.0.mlp.down_proj._extra_state": torch.zeros(3, dtype=torch.uint8),
     }
     save_file(tied | repeated, tmp_path / "model.safetensors")
     HFFolder(tmp_path, replace(SHAPE, tie_word_embeddings=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("other", [True, False], ids=["another value", "another type"])
+def test_an_output_layer_of_its_own_is_not_dropped_where_config_ties_it(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype, other: bool
+) -> None:
+    """In a second file, and different in its last element only; transformers would use it."""
+    embedding = tensors["model.embed_tokens.weight"].to(dtype)
+    output = embedding.clone() if other else embedding.to(torch.float16)
+    if other:
+        output[-1, -1] += 1
+    write_sharded(tmp_path, [tensors | {"model.embed_tokens.weight": embedding}, {"lm_head.weight": output}])
+    HFFolder(tmp_path, SHAPE)
+    with pytest.raises(
+        UserError, match=r"model-1\.safetensors: lm_head\.weight is not model\.embed_tokens\.weight, but "
+    ):
+        HFFolder(tmp_path, replace(SHAPE, tie_word_embeddings=True))
+    write_sharded(tmp_path, [tensors, {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}])
+    HFFolder(tmp_path, replace(SHAPE, tie_word_embeddings=True))
+
+
+def write_sharded(folder: Path, shards: list[dict[str, torch.Tensor]], **changed: object) -> None:
+    """Write shards, a tensor of two in its last one, with an index of which `changed` are other file names."""
+    named = {name: number for number, shard in enumerate(shards) for name in shard}
+    for number, shard in enumerate(shards):
+        held = {name: tensor for name, tensor in shard.items() if named[name] == number}
+        save_file(held, folder / f"model-{number}.safetensors")
+    weight_map = {name: f"model-{number}.safetensors" for name, number in named.items()}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map | changed}))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model.norm.weight": 5}, "damaged index: model.norm.weight is in 5; expected the name of a file"),
+        ({"model.norm.weight": ["a"]}, "damaged index: model.norm.weight is in ['a']"),
+        (
+            {"model.norm.weight": "../outside.safetensors"},
+            "is in '../outside.safetensors'; expected the name of a file",
+        ),
+        ({"model.norm.weight": "/outside.safetensors"}, "is in '/outside.safetensors'; expected the name of a file"),
+        ({"model.norm.weight": ".."}, "is in '..'; expected the name of a file in this folder"),
+        ({"model.norm.weight": ""}, "is in ''; expected the name of a file in this folder"),
+        (
+            {"model.norm.weight": "model-1.safetensors"},
+            "names model-1.safetensors for model.norm.weight, but it is in model-0.safetensors",
+        ),
+        ({"model.other": "model-1.safetensors"}, "names model-1.safetensors for model.other, but no file has it"),
+    ],
+)
+def test_an_index_that_does_not_say_where_tensors_are_is_refused(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], changed: dict[str, object], message: str
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    save_file(tensors, tmp_path / "outside.safetensors")
+    output = {"lm_head.weight": tensors["lm_head.weight"]}
+    write_sharded(folder, [tensors, output])
+    assert torch.equal(HFFolder(folder, SHAPE).tensor("lm_head.weight"), output["lm_head.weight"])
+    write_sharded(folder, [tensors, output], **changed)
+    with pytest.raises(UserError) as caught:
+        HFFolder(folder, SHAPE)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("weight_map", ['["a"]', "5", "null", '"abc"'])
+def test_an_index_without_a_map_is_refused(tmp_path: Path, weight_map: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {weight_map}}}')
+    with pytest.raises(UserError, match="damaged index"):
+        HFFolder(tmp_path, SHAPE)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    write_sharded(tmp_path, [tensors, {"lm_head.weight": tensors["lm_head.weight"]}])
+    save_file(tensors, tmp_path / "model-0.safetensors")
+    with pytest.raises(UserError, match=r"lm_head\.weight is in both model-0\.safetensors and model-1\.safetensors"):
+        HFFolder(tmp_path, SHAPE)
 
 
 def _drop(tensors: dict[str, torch.Tensor]) -> None:

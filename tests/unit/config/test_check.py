@@ -49,6 +49,10 @@ ROOT = Path(__file__).parents[3]
 SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
 
 
+FULL = {"recompute_granularity": "full"}
+OFFLOAD = {"optimizer_cpu_offload": True, "distributed_optimizer": True, "dtype": "bfloat16"}
+
+
 def test_there_are_shipped_files() -> None:
     assert {path.stem for path in SHIPPED} >= CLUSTER.keys()
 
@@ -144,13 +148,53 @@ def test_every_shipped_file_is_valid(path: Path) -> None:
             MOE,
             "of this model core_attn and moe can be recomputed",
         ),
-        ({"recompute_granularity": "selective", "recompute_modules": []}, QWEN, "name at least one"),
+        ({"recompute_granularity": "selective"}, QWEN, "name at least one"),
+        (
+            {"recompute_modules": ["mlp"]},
+            QWEN,
+            "actor.recompute_modules=['mlp'] does nothing with actor.recompute_granularity=none; "
+            "set actor.recompute_granularity=selective, or leave it out",
+        ),
+        (
+            {"recompute_granularity": "full", "recompute_modules": ["mlp"]},
+            QWEN,
+            "recompute_modules=['mlp'] does nothing",
+        ),
+        ({"recompute_num_layers": 2}, QWEN, "actor.recompute_num_layers=2 does nothing with"),
+        ({"recompute_method": "block"}, QWEN, "set actor.recompute_granularity=full, or leave it out"),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["mlp"], "recompute_num_layers": 2},
+            QWEN,
+            "actor.recompute_num_layers=2 does nothing with actor.recompute_granularity=selective",
+        ),
+        ({"recompute_granularity": "full", "recompute_num_layers": 5}, QWEN, "recompute_num_layers=5: at most 4, the "),
+        (
+            FULL | {"recompute_method": "block", "pipeline_parallel": 2, "recompute_num_layers": 3},
+            QWEN,
+            "actor.recompute_num_layers=3: at most 2, the layers of a stage's chunk",
+        ),
+        (
+            FULL | {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "recompute_num_layers": 2},
+            QWEN,
+            "actor.recompute_num_layers=2: at most 1",
+        ),
+        (
+            FULL | {"pipeline_parallel": 4, "num_layers_in_last_pipeline_stage": 6, "recompute_num_layers": 9},
+            SMOLLM2,
+            "actor.recompute_num_layers=9: at most 8",
+        ),
+        ({"optimizer_offload_fraction": 0.5}, QWEN, "does nothing without actor.optimizer_cpu_offload=true"),
+        (
+            {"optimizer_cpu_offload": True, "distributed_optimizer": True},
+            QWEN,
+            "actor.optimizer_cpu_offload=true with actor.dtype=float32",
+        ),
         ({"recompute_num_layers": 0}, QWEN, "actor.recompute_num_layers=0: must be at least 1"),
         ({"moe_aux_loss_coeff": 0.01}, QWEN, "actor.moe_aux_loss_coeff=0.01: the model has no experts"),
         ({"moe_z_loss_coeff": -0.01}, MOE, "actor.moe_z_loss_coeff=-0.01: must be at least 0"),
-        ({"optimizer_cpu_offload": True}, QWEN, "needs actor.distributed_optimizer=true"),
+        ({"optimizer_cpu_offload": True, "dtype": "bfloat16"}, QWEN, "needs actor.distributed_optimizer=true"),
         (
-            {"optimizer_cpu_offload": True, "distributed_optimizer": True, "optimizer_offload_fraction": 0.0},
+            OFFLOAD | {"optimizer_offload_fraction": 0.0},
             QWEN,
             "actor.optimizer_offload_fraction=0.0: above 0 and at most 1",
         ),
@@ -221,6 +265,13 @@ def test_a_layout_that_does_not_fit_is_refused(settings: dict, shape: ModelShape
             replace(SMOLLM2, num_layers=30 - 2),
         ),
         ({"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]}, MOE),
+        (FULL | {"recompute_num_layers": 4}, QWEN),
+        (
+            FULL | {"pipeline_parallel": 4, "num_layers_in_last_pipeline_stage": 6, "recompute_num_layers": 8},
+            SMOLLM2,
+        ),
+        (FULL | {"pipeline_parallel": 2, "num_layers_in_first_pipeline_stage": 3, "recompute_num_layers": 3}, QWEN),
+        (OFFLOAD | {"optimizer_offload_fraction": 0.5}, QWEN),
         ({"expert_parallel": 6, "context_parallel": 2, "data_parallel": 3}, MOE),
         # experts are not split over tensor-parallel ranks, so their columns need not divide
         ({"tensor_parallel": 4, "sequence_parallel": True, "expert_parallel": 2}, replace(MOE, intermediate_size=0)),

@@ -1,9 +1,13 @@
 """What a folder is, without reading weights; and the tokens of a comparison."""
 
+import importlib
 from pathlib import Path
 
 import pytest
+import torch
 
+from a3po_megatron.actor import device, scoring
+from a3po_megatron.config.schema import ActorConfig
 from a3po_megatron.convert.inspection import inspect
 from a3po_megatron.convert.megatron import hf_to_megatron, layout_of
 from a3po_megatron.convert.verify import tokens_of
@@ -11,6 +15,8 @@ from a3po_megatron.errors import UserError
 from tests.unit.convert.test_nemo import make_nemo
 from tests.unit.convert.tiny import make_folder, tensors_of
 from tests.unit.test_gguf_conversion import write_gguf
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_a_folder_and_its_conversion_are_described_alike(tmp_path: Path) -> None:
@@ -52,3 +58,24 @@ def test_tokens_to_compare_on(tmp_path: Path) -> None:
         tokens_of(None, "1,x", folder)
     with pytest.raises(UserError, match="1 tokens to compare on: at least 2"):
         tokens_of(None, "1", folder)
+
+
+def test_both_sides_are_compared_on_a_cpu_also_where_there_is_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's sums differ by more than the tolerance in some models: that is no difference between the folders."""
+    folder, started = make_folder(tmp_path / "hf"), []
+
+    def start(settings: ActorConfig) -> None:
+        started.append(device.choose_device(settings).type)
+        raise UserError("far enough")
+
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(device, "start", start)
+    monkeypatch.setattr("a3po_megatron.launch.ranks.become_only_rank", lambda: None)
+    tool = importlib.import_module("convert_checkpoint")
+    with pytest.raises(UserError, match="far enough"):
+        tool.run(tool.parse(["verify", str(folder), str(folder)]))
+    assert started == ["cpu"]
+    assert device.choose_device(scoring.SETTINGS).type == "cpu"

@@ -1,11 +1,20 @@
 """Memory by hand numbers. The ranks of tests/distributed/test_estimate.py measure what can be measured without a GPU."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 
+from a3po_megatron.actor import token_head
 from a3po_megatron.config.schema import ActorConfig, RolloutConfig
-from a3po_megatron.estimate.activations import EXPERT_IMBALANCE, layer_bytes_per_token, stage_bytes_per_token
+from a3po_megatron.estimate import memory
+from a3po_megatron.estimate.activations import (
+    EXPERT_IMBALANCE,
+    layer_bytes_per_token,
+    microbatches_in_flight,
+    stage_bytes_per_token,
+)
 from a3po_megatron.estimate.memory import actor_memory, largest_stage, logprob_chunk_bytes, server_memory
 from a3po_megatron.estimate.parameters import layer_parameters, model_parameters
 from tests.unit.config.test_check import CLUSTER, MOE, QWEN, QWEN3_8B
@@ -15,8 +24,8 @@ BF16 = ActorConfig(dtype="bfloat16")
 
 def test_a_float32_rank_takes_16_bytes_a_parameter_and_a_bfloat16_one_18() -> None:
     for actor, each in ((ActorConfig(), 16), (BF16, 18)):
-        memory = actor_memory(QWEN, actor, 0)
-        assert memory.parameters + memory.gradients + memory.optimizer == each * model_parameters(QWEN)
+        found = actor_memory(QWEN, actor, 0)
+        assert found.parameters + found.gradients + found.optimizer == each * model_parameters(QWEN)
 
 
 def test_the_distributed_optimizer_is_spread_over_data_and_context_ranks_and_experts_over_theirs() -> None:
@@ -83,20 +92,48 @@ def test_context_parallel_ranks_share_the_tokens_of_a_microbatch() -> None:
     assert one == 2 * two
 
 
+@pytest.mark.parametrize("vpp", [1, 2, 3, 4])
+@pytest.mark.parametrize("pp", [2, 4, 8])
+def test_what_is_in_flight_is_what_megatron_warms_up_with_and_one(pp: int, vpp: int) -> None:
+    """Megatron counts chunks: v of them are one microbatch of a stage. 100 microbatches are more than any warm-up."""
+    actor = replace(BF16, pipeline_parallel=pp, virtual_pipeline_parallel=vpp)
+    for stage in range(pp):
+        group = SimpleNamespace(size=lambda: pp, rank=lambda stage=stage: stage)
+        place = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None)
+        warmup = get_pp_rank_microbatches(100, vpp, pp, p2p_communicator=place)[2]
+        assert microbatches_in_flight(actor, stage) == (warmup + 1) / vpp
+
+
+def test_the_last_stage_of_an_interleaved_pipeline_by_hand() -> None:
+    """Four stages of four chunks of one layer: 3 x 4 chunks to warm up and one, of 16 layers."""
+    model = replace(QWEN, num_layers=16)
+    actor = replace(BF16, pipeline_parallel=4, virtual_pipeline_parallel=4)
+    ends = 3 * 2 * model.hidden_size
+    assert stage_bytes_per_token(model, actor, 3) == 13 * layer_bytes_per_token(model, BF16).total + ends
+
+
+def test_the_sizes_of_the_head_are_those_of_the_actor() -> None:
+    assert memory.GPU_CHUNK_TOKENS == token_head.GPU_CHUNK_TOKENS
+    assert memory.WEIGHT_ROWS_AT_ONCE == token_head.WEIGHT_ROWS_AT_ONCE
+
+
 def test_the_logits_of_a_chunk_by_hand() -> None:
-    weight = 151936 // 4 * 4096 * 6
+    weight = 151936 // 4 * 4096 * 6 + 16384 * 4096 * 4
     actor = replace(BF16, tensor_parallel=4)
     assert logprob_chunk_bytes(QWEN3_8B, actor, 22528) == 2048 * 151936 / 4 * 8 + weight
     exact = replace(actor, float32_head=True, logprob_chunk_tokens=100)
     assert logprob_chunk_bytes(QWEN3_8B, exact, 22528) == 100 * 151936 / 4 * 10 + weight
+    small = replace(QWEN3_8B, vocab_size=1000)  # all rows at once
+    assert logprob_chunk_bytes(small, BF16, 1) == 1000 * 8 + 1000 * 4096 * (6 + 4)
+    assert logprob_chunk_bytes(small, ActorConfig(), 1) == 1000 * 12 + 1000 * 4096 * 8
 
 
 def test_a_token_of_the_cache_by_hand_and_the_cache_is_what_the_share_leaves() -> None:
     rollout = RolloutConfig(dtype="bfloat16", kv_cache_bytes=0, gpu_memory_utilization=0.9)
-    memory = server_memory(QWEN3_8B, rollout, 80e9)
-    assert memory.kv_bytes_per_token == 2 * 36 * 8 * 128 * 2  # 147 kB, as measured of Qwen3-8B
-    assert memory.weights == 2 * model_parameters(QWEN3_8B)
-    assert memory.weights + memory.working + memory.overhead + memory.kv_cache == pytest.approx(0.9 * 80e9)
+    found = server_memory(QWEN3_8B, rollout, 80e9)
+    assert found.kv_bytes_per_token == 2 * 36 * 8 * 128 * 2  # 147 kB, as measured of Qwen3-8B
+    assert found.weights == 2 * model_parameters(QWEN3_8B)
+    assert found.weights + found.working + found.overhead + found.kv_cache == pytest.approx(0.9 * 80e9)
     named = server_memory(QWEN3_8B, replace(rollout, kv_cache_bytes=1 << 30, tensor_parallel=2), 80e9)
     assert named.kv_tokens == (1 << 30) // (2 * 36 * 4 * 128 * 2)
     moe = CLUSTER["qwen3_30b_a3b_dapo"]  # of 4 key/value heads each of 8 GPUs holds one

@@ -130,7 +130,7 @@ def plan_of_layout(*overrides: str, work: Workload) -> Plan:
 @pytest.mark.parametrize(
     ("overrides", "gpu_gb", "message"),
     [
-        ((), 40, "stage 0 needs 53.9 GB, of 40 (--gpu-memory-gb); most of it activations, 28.2 GB: lower"),
+        ((), 40, "stage 0 needs 54.2 GB, of 40 (--gpu-memory-gb); most of it activations, 28.2 GB: lower"),
         (
             ("actor.distributed_optimizer=false", "actor.overlap_param_gather=false"),
             60,
@@ -203,7 +203,7 @@ def test_the_tool_prints_a_table_or_one_json_object(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpu-memory-gb", "40"], "error: actor: a rank of pipeline stage 0 needs 53.9 GB"),
+        (["--gpu-memory-gb", "40"], "error: actor: a rank of pipeline stage 0 needs 54.2 GB"),
         (["actor.tensor_parallel=3"], "error: actor.tensor_parallel=3 does not divide the model's 32 query heads"),
         (["--peak-flops", "0"], "error: --peak-flops=0.0: a number above 0"),
     ],
