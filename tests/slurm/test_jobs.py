@@ -67,9 +67,8 @@ class Job:
         )
 
     def wait_for_ranks(self) -> list[psutil.Process]:
-        """Return the actor's ranks, once both exist and have said that they are there."""
+        """Return the actor's ranks, once both exist."""
         wait_until(lambda: len(self._ranks()) == 2, START_S, lambda: f"two ranks: {self.output}")
-        self.wait_for_log("actor-node1", "actor: 2 ranks")
         return self._ranks()
 
     def end(self, timeout_s: float = RUN_S) -> str:
@@ -116,6 +115,7 @@ def test_a_job_over_four_nodes_trains_as_a_run_on_one_machine_whatever_happens_b
         cluster.run("scontrol", "release", job.number)
         # Other jobs on the same nodes come and go meanwhile: one loses a rank, one is cancelled.
         failing = submit("failing", ROLLOUT_NODES="1", options=("--nodes=3",))
+        cancelled = submit("cancelled", ROLLOUT_NODES="1", options=("--nodes=3",))
         (rank,) = (process for process in failing.wait_for_ranks() if _environment(process)["RANK"] == "1")
         rank.kill()
         killed = time.monotonic()
@@ -126,7 +126,6 @@ def test_a_job_over_four_nodes_trains_as_a_run_on_one_machine_whatever_happens_b
         assert re.fullmatch(r"error: rank 1 \(process \d+\) was killed by SIGKILL", lines[-1]), failing.output
         assert failing.processes() == []
 
-        cancelled = submit("cancelled", ROLLOUT_NODES="1", options=("--nodes=3",))
         cancelled.wait_for_ranks()
         cluster.run("scancel", cancelled.number)
         assert cancelled.end(60) == "CANCELLED"
