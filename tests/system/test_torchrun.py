@@ -1,5 +1,6 @@
 """The distributed tests on ranks that torchrun started, as a site runs them on its GPUs."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,4 +23,6 @@ def test_torchrun_runs_the_distributed_tests_as_they_are() -> None:
         check=False,
     )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    assert run.stdout.count("5 passed") == 4, run.stdout[-3000:]
+    passed = [int(count) for count in re.findall(r"^(\d+) passed, ", run.stdout, re.MULTILINE)]
+    assert len(passed) == 4, run.stdout[-3000:]  # each rank is a pytest of its own
+    assert min(passed) == max(passed) >= 5, run.stdout[-3000:]
