@@ -15,6 +15,18 @@ from a3po_megatron.launch.ports import check_port, check_server_ports, free_port
 from a3po_megatron.launch.processes import Roles
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
+# Writes its name when it is told to end, and ends as if it had no handler.
+WITNESS = """
+import os, signal, sys, time
+def end(number, _):
+    with open(sys.argv[2], "a") as file:
+        print(sys.argv[1], file=file)
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+signal.signal(signal.SIGTERM, end)
+print("up", flush=True)
+time.sleep(600)
+"""
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 )
@@ -53,18 +65,12 @@ def is_alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def test_roles_end_in_the_given_order(roles):
+def test_roles_end_in_the_given_order(roles, tmp_path):
+    ends = tmp_path / "ends"
     for name in ("first", "second"):
-        wait_for_line(roles.start(name, ["-c", SLEEPER], stop_s=30).log)
-    order: list[str] = []
-
-    def look() -> bool:
-        order.extend(role.name for role in roles.ended() if role.name not in order)
-        return False
-
-    roles.stop(["second", "first"], look)
-    look()
-    assert order == ["second", "first"]
+        wait_for_line(roles.start(name, ["-c", WITNESS, name, str(ends)], stop_s=30).log)
+    roles.stop(["second", "first"])
+    assert ends.read_text().split() == ["second", "first"]
     assert {role.ending() for role in roles.ended()} == {
         "the first was killed by SIGTERM",
         "the second was killed by SIGTERM",
