@@ -1,6 +1,8 @@
 """The run's token: the secret that every role shows to every other one. The launcher makes it, roles read it here."""
 
+import hmac
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from a3po_megatron.errors import UserError
@@ -23,3 +25,9 @@ def read_run_token(run_dir: Path) -> str:
     if not token:
         raise UserError(f"{path}: the run's token is empty; let the launcher write it, or set {TOKEN_VARIABLE}")
     return token
+
+
+def bears_token(headers: Iterable[tuple[bytes, bytes]], token: str) -> bool:
+    """Whether an ASGI request's headers hold `Authorization: Bearer TOKEN`, once; compared in constant time."""
+    given = [value for name, value in headers if name == b"authorization"]
+    return len(given) == 1 and hmac.compare_digest(given[0], f"Bearer {token}".encode())

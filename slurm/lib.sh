@@ -79,8 +79,8 @@ in_container() { [ ${#CONTAINER[@]} -gt 0 ] || [[ " ${SRUN_ARGS[*]-} " == *" --c
 # Defaults of what the script and the environment left open, and what can be checked without Python.
 settle() {
   load_site
-  : "${METHOD:=loglinear}" "${RUN_DIR:=$A3PO_HOME/runs/${SLURM_JOB_NAME:-dry-run}-${SLURM_JOB_ID:-0}}"
-  : "${ACTOR_NODES:=1}" "${ROLLOUT_NODES:=1}" "${ACTOR_RANKS_PER_NODE:=$GPUS_PER_NODE}" "${MIN_FREE_GB:=50}" "${STOP_S:=45}"
+  : "${RUN_DIR:=$A3PO_HOME/runs/${SLURM_JOB_NAME:-dry-run}-${SLURM_JOB_ID:-0}}"
+  : "${ACTOR_RANKS_PER_NODE:=$GPUS_PER_NODE}" "${MIN_FREE_GB:=50}" "${STOP_S:=45}"
   : "${TP:=}" "${PP:=}" "${CP:=}" "${EP:=}" "${DP:=}" "${ROLLOUT_TP:=}" "${REPLICAS_PER_NODE:=}" "${LAST_ROLE_S:=3600}"
   export RUN_DIR
   [ -n "${CONFIG:-}" ] || fail "CONFIG is not set: name the YAML file of the run"

@@ -21,7 +21,6 @@
 : "${METHOD:=loglinear}"  # sync | recompute | loglinear
 : "${NODES:=4}"  # of a dry run; the job's own come from #SBATCH or sbatch --nodes
 : "${ACTOR_NODES:=2}" "${ROLLOUT_NODES:=2}"
-: "${GPUS_PER_NODE:=8}" "${ACTOR_RANKS_PER_NODE:=8}"
 # TP, PP, CP, EP, DP, ROLLOUT_TP and REPLICAS_PER_NODE replace what the config says.
 
 # sbatch runs a copy of this file from elsewhere, so the rest is found through the folder it was submitted from.

@@ -16,7 +16,7 @@
 
 : "${A3PO_HOME:=${SLURM_SUBMIT_DIR:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}}"
 [ -r "$A3PO_HOME/slurm/lib.sh" ] || { echo "error: A3PO_HOME=$A3PO_HOME: no slurm/lib.sh there; submit from the repository" >&2; exit 2; }
-: "${GPUS_PER_NODE:=4}" "${CHOOSE:=}"  # CHOOSE: pytest's -k, to run some of the tests
+: "${CHOOSE:=}"  # CHOOSE: pytest's -k, to run some of the tests
 # shellcheck source=slurm/lib.sh
 source "$A3PO_HOME/slurm/lib.sh"
 set -euo pipefail

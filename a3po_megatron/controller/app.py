@@ -6,7 +6,6 @@ message of this route, 504 a wait passed its deadline, 500 anything else (its tr
 """
 
 import asyncio
-import hmac
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +17,7 @@ from a3po_megatron import wire
 from a3po_megatron.controller import messages
 from a3po_megatron.controller.loop import PUBLISH_AGAIN, Controller, RunOver
 from a3po_megatron.controller.publishing import Refused
+from a3po_megatron.run_token import bears_token
 
 MSGPACK = "application/msgpack"
 ERROR_STATUS = {
@@ -133,7 +133,7 @@ class RequireToken:
 
     def __init__(self, app: Any, token: str) -> None:
         self._app = app
-        self._expected = f"Bearer {token}".encode()
+        self._token = token
 
     async def __call__(
         self,
@@ -142,16 +142,12 @@ class RequireToken:
         send: Callable[[MutableMapping[str, Any]], Awaitable[None]],
     ) -> None:
         """Pass the request on or answer 401, in time that does not depend on how much of the token is right."""
-        if scope["type"] == "lifespan" or self._has_token(scope):
+        if scope["type"] == "lifespan" or bears_token(scope["headers"], self._token):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             await _failure(401, "the run's token is missing or wrong")(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008, "reason": "there are no websockets here"})
-
-    def _has_token(self, scope: MutableMapping[str, Any]) -> bool:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
 
 
 def _answer_with(status_code: int) -> Callable[[Request, Exception], Awaitable[Response]]:

@@ -18,6 +18,7 @@ import httpx
 import msgspec
 
 from a3po_megatron import wire
+from a3po_megatron.config.address import url_of
 from a3po_megatron.config.schema import ControllerConfig
 from a3po_megatron.controller import messages
 from a3po_megatron.records import Batch
@@ -47,7 +48,7 @@ class ActorLink:
     ) -> None:
         """`connect_timeout_s`: how long the first call waits for a controller that is still starting."""
         self._config = config
-        self._where = f"http://{config.host}:{config.port}"
+        self._where = url_of(config.host, config.port)
         self._client = client or httpx.Client(base_url=self._where, trust_env=False)
         self._client.headers["Authorization"] = f"Bearer {token}"
         self._may_connect_until: float | None = time.monotonic() + connect_timeout_s

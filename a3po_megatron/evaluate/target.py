@@ -9,6 +9,7 @@ from typing import Literal
 import yaml
 
 from a3po_megatron.checkpoint_folder import MARKER, check_complete
+from a3po_megatron.config.address import url_of
 from a3po_megatron.config.evaluation import EvaluateConfig
 from a3po_megatron.config.load import load_config
 from a3po_megatron.config.schema import Config, PretrainConfig, ProblemSetConfig, RewardConfig, TrainConfig
@@ -53,8 +54,7 @@ def read_target(config: EvaluateConfig) -> tuple[Target, EvaluateConfig]:
         if not isinstance(settings, TrainConfig):
             raise UserError(f"target={text}: a run of {settings.recipe} has no fleet; name its model/ or a checkpoint")
         controller = settings.controller
-        host = f"[{controller.host}]" if ":" in controller.host else controller.host
-        url = f"http://{host}:{controller.port}"
+        url = url_of(controller.host, controller.port)
         return Target("fleet", folder.name, Path(settings.model.path), (url,), folder), _settings_of(settings)
     if (folder / "config.json").exists():
         if not any(folder.glob("*.safetensors")):

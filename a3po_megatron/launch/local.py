@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 
 import a3po_megatron
+from a3po_megatron.config.address import url_of
 from a3po_megatron.config.schema import TrainConfig
 from a3po_megatron.errors import USER_ERROR_EXIT_CODE
 from a3po_megatron.launch.ports import check_port, check_server_ports
@@ -57,7 +58,7 @@ def prepare(config: TrainConfig) -> str:
 def run(config: TrainConfig, arguments: Sequence[str], token: str, progress: Progress) -> Ending:
     """Run all roles to the end. `arguments` are what every role parses: the YAML file, then overrides."""
     stop_rollout_s = config.rollout.stop_timeout_s + STOP_ROLLOUT_SLACK_S
-    url = f"http://{_url_host(config.controller.host)}:{config.controller.port}"
+    url = url_of(config.controller.host, config.controller.port)
     roles = Roles(Path(config.run.dir) / "logs", _environment(token))
     with SignalCount() as signals:
         try:
@@ -143,7 +144,3 @@ def _environment(token: str) -> dict[str, str]:
         "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1"),
         TOKEN_VARIABLE: token,
     }
-
-
-def _url_host(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -4,13 +4,12 @@ vLLM's own `--api-key` guards only a few prefixes; its control routes (pause, we
 open to anybody who reaches the port.
 """
 
-import hmac
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from a3po_megatron.rollout import orphan_watch
-from a3po_megatron.run_token import TOKEN_VARIABLE
+from a3po_megatron.run_token import TOKEN_VARIABLE, bears_token
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -28,12 +27,12 @@ class RequireToken:
                 f"environment variable {TOKEN_VARIABLE} is empty: a server without the run's token is not started"
             )
         self._app = app
-        self._expected = f"Bearer {token}".encode()
+        self._token = token
         orphan_watch.start_if_asked()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on or answer 401 (websocket: refuse the handshake)."""
-        if scope["type"] == "lifespan" or self._has_token(scope):
+        if scope["type"] == "lifespan" or bears_token(scope["headers"], self._token):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await receive()  # the handshake, which must be read before it is refused
@@ -42,7 +41,3 @@ class RequireToken:
             headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
             await send({"type": "http.response.start", "status": 401, "headers": headers})
             await send({"type": "http.response.body", "body": b'{"error": "token missing or wrong"}'})
-
-    def _has_token(self, scope: Scope) -> bool:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(given[0], self._expected)

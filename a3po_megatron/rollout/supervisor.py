@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import httpx
 
+from a3po_megatron.config.address import url_of
 from a3po_megatron.config.schema import RolloutConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.rollout.client import ReplicaClient
@@ -151,7 +152,6 @@ class Supervisor:
             if attempt == 0:
                 raise  # a wrong setting; later it is somebody else's program, and this slot's trouble only
             return str(error)
-        host = f"[{config.host}]" if ":" in config.host else config.host
         gpus = (
             tuple(range(slot * config.tensor_parallel, (slot + 1) * config.tensor_parallel))
             if self._device == "cuda"
@@ -160,7 +160,7 @@ class Supervisor:
         started = time.monotonic()
         server = Server(
             name,
-            f"http://{host}:{port}",
+            url_of(config.host, port),
             server_command(config, self._model_path, self._device, port, self._seed + slot),
             server_environment(config, self._token, self._device, gpus),
             self._log_dir / f"rollout_{self._node}-{slot}.log",

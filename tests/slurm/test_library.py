@@ -218,6 +218,15 @@ def test_gpus_that_the_job_does_not_have_are_refused(job: Callable[..., StubbedJ
     assert "error: GPUS_PER_NODE=8, but the job has h100:4 a node" in done.output
 
 
+def test_the_gpus_of_a_sites_nodes_are_set_in_its_file(job: Callable[..., StubbedJob], tmp_path: Path) -> None:
+    site = tmp_path / "site.env"
+    site.write_text(': "${GPUS_PER_NODE:=4}"\n')
+    done = job(SITE_ENV=str(site), GPUS_PER_NODE="", SLURM_GPUS_PER_NODE="4")
+    assert done.end() == 0, done.output
+    assert "--gpus-per-node=4" in done.calls
+    assert "--actor-ranks-per-node 4" in done.calls
+
+
 def test_a_sites_file_reaches_every_srun_and_every_role(job: Callable[..., StubbedJob], tmp_path: Path) -> None:
     site = tmp_path / "site.env"
     site.write_text(

@@ -68,8 +68,9 @@ def test_settings_that_no_family_has_are_refused(changes: dict[str, Any], messag
 
 def test_what_a_file_asks_to_run_is_not_run(tmp_path: Path) -> None:
     folder = make_nemo(tmp_path / "nemo")
-    (folder / "context" / "model.yaml").write_text("config: !!python/object/apply:os.mkdir ['/tmp/never-made']\n")
+    made = tmp_path / "made"
+    (folder / "context" / "model.yaml").write_text(f"config: !!python/object/apply:os.mkdir ['{made}']\n")
     with pytest.raises(UserError, match="refused: not plain YAML") as error:
         nemo_config(folder)
     assert "\n" not in str(error.value)
-    assert not Path("/tmp/never-made").exists()
+    assert not made.exists()
