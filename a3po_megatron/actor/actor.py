@@ -42,8 +42,9 @@ from a3po_megatron.actor.routing import by_sequence, recorded_routing
 from a3po_megatron.actor.weights_folder import open_weights
 from a3po_megatron.batching.balance import sequence_cost
 from a3po_megatron.batching.packing import Microbatch, TokenSequence, make_microbatches
+from a3po_megatron.config.actor import ActorConfig, OptimizerConfig
 from a3po_megatron.config.model_shape import ModelShape
-from a3po_megatron.config.schema import ActorConfig, ModelConfig, OptimizerConfig
+from a3po_megatron.config.schema import ModelConfig
 
 
 @dataclass(frozen=True)

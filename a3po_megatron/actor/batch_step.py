@@ -30,7 +30,7 @@ from a3po_megatron.batching.minibatches import (
     with_logprobs,
 )
 from a3po_megatron.batching.packing import TokenSequence
-from a3po_megatron.config.schema import AlgorithmConfig
+from a3po_megatron.config.algorithm import AlgorithmConfig
 from a3po_megatron.objective.adaptive import AdaptiveState
 from a3po_megatron.objective.alpha import StepContext
 from a3po_megatron.objective.metrics import FRESH_GAP, FRESH_GAP_MAX, FRESH_KL, add_up, figures

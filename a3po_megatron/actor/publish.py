@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from a3po_megatron.actor.actor import Actor
 from a3po_megatron.actor.control import ControlGroup
 from a3po_megatron.actor.hf_mapping import hf_shapes
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.controller.link import ControllerError
 from a3po_megatron.controller.messages import PublicationSent, WeightManifest
 from a3po_megatron.rollout.buckets import TensorSpec, manifest_of

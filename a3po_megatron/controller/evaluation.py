@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from a3po_megatron.config.schema import ControllerConfig
+from a3po_megatron.config.controller import ControllerConfig
 from a3po_megatron.controller.parts import Parts
 from a3po_megatron.evaluate.check import ks_of
 from a3po_megatron.evaluate.loop import Plan, answer_problems

@@ -22,7 +22,7 @@ import time
 from typing import Any, Literal
 
 from a3po_megatron.batching.buffer import GroupBuffer
-from a3po_megatron.config.schema import ControllerConfig
+from a3po_megatron.config.controller import ControllerConfig
 from a3po_megatron.controller.admission import Admission
 from a3po_megatron.controller.evaluation import Evaluations
 from a3po_megatron.controller.groups import RunningGroup, Straggler, batch_of, generate_group

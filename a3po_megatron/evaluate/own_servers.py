@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.rollout.fleet import Fleet
 from a3po_megatron.rollout.generator import Generator
 from a3po_megatron.rollout.server_args import choose_device

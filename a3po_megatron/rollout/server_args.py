@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import a3po_megatron
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.rollout.orphan_watch import SUPERVISOR_VARIABLE
 from a3po_megatron.run_token import TOKEN_VARIABLE

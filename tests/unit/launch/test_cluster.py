@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from a3po_megatron.config.schema import ActorConfig, RolloutConfig, TrainConfig
+from a3po_megatron.config.actor import ActorConfig
+from a3po_megatron.config.rollout import RolloutConfig
+from a3po_megatron.config.schema import TrainConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.launch.cluster import Cluster, check_cluster, num_ports
 from a3po_megatron.launch.ranks import Nodes

@@ -8,7 +8,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.rollout.client import (
     NO_LOGPROB,

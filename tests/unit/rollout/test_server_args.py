@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.rollout.server import choose_port
 from a3po_megatron.rollout.server_args import server_command, server_environment
