@@ -408,7 +408,7 @@ def test_a_failed_publication_says_where_it_stopped_and_what_the_controller_know
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(publish, "WeightSender", BrokenSender)
         monkeypatch.setattr(publish, "join_group", lambda *arguments: None)
-        with pytest.raises(publish.PublicationError) as failure:
+        with pytest.raises(publish.NotPublishable) as failure:
             training.train(config, read_model_shape(model), link)
     assert str(failure.value) == (
         "publication of version 1: the weight group broke: sending bucket 1 of 2: a member of the weight group failed; "

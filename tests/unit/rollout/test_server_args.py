@@ -26,7 +26,7 @@ def test_the_server_is_private_and_reports_the_right_logprobs(model):
     assert value_of(command, "--host") == "127.0.0.1"
     assert value_of(command, "--port") == "8123"
     assert value_of(command, "--logprobs-mode") == "processed_logprobs"
-    assert value_of(command, "--middleware") == "a3po_megatron.rollout.middleware.RequireToken"
+    assert value_of(command, "--middleware") == "a3po_megatron.rollout.middleware.RequireTokenOfRun"
     assert json.loads(value_of(command, "--weight-transfer-config")) == {"backend": "a3po_buckets"}
     assert "--trust-remote-code" not in command
 
