@@ -8,7 +8,7 @@ from a3po_megatron.config.load import load_config
 from a3po_megatron.config.model_shape import read_model_shape
 from a3po_megatron.config.schema import TrainConfig
 from a3po_megatron.controller.groups import batch_of
-from a3po_megatron.controller.rows import batch_metrics
+from a3po_megatron.controller.rows import sampled_metrics
 from tests.golden.settings import CONFIG, RANDOM_MODEL, ROOT, overrides
 from tests.golden.stored import read
 
@@ -22,7 +22,7 @@ def replay(method: str, *layout: str) -> list[dict[str, Any]]:
     rows = []
     for version, step in enumerate(read(method)):
         batch = batch_of(step.groups, config.advantage)
-        known = batch_metrics(batch, version, config.controller.max_staleness, config.controller.samples_per_prompt)
+        known = sampled_metrics(batch, version, config.controller.max_staleness, config.controller.samples_per_prompt)
         rows.append({**known, **batch_step.train(batch, version)})
     actor.close()
     return rows
