@@ -8,8 +8,8 @@ actor/kernels.py takes none of them, those of actor/layers.py.
 
 from dataclasses import dataclass
 
+from a3po_megatron.config.actor import ActorConfig
 from a3po_megatron.config.model_shape import ModelShape
-from a3po_megatron.config.schema import ActorConfig
 from a3po_megatron.estimate.parameters import layers_of_stage
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}

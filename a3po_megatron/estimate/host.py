@@ -8,8 +8,8 @@ for a whole copy on every rank, and joins gate and up of an MLP from two tensors
 
 from dataclasses import dataclass
 
+from a3po_megatron.config.actor import ActorConfig
 from a3po_megatron.config.model_shape import ModelShape
-from a3po_megatron.config.schema import ActorConfig
 from a3po_megatron.estimate.activations import DTYPE_BYTES
 from a3po_megatron.estimate.parameters import Parameters, layers_of_stage, ranks_of_a_copy, stage_parameters
 

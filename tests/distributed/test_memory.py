@@ -19,8 +19,9 @@ from a3po_megatron.actor.checkpoint import load_checkpoint
 from a3po_megatron.actor.checkpoint_writer import CheckpointWriter
 from a3po_megatron.actor.token_head import TokenHead, VocabularyPart, logprobs_and_entropy
 from a3po_megatron.batching.packing import TokenSequence
+from a3po_megatron.config.actor import ActorConfig, OptimizerConfig
 from a3po_megatron.config.model_shape import ModelShape
-from a3po_megatron.config.schema import ActorConfig, ModelConfig, OptimizerConfig, RunConfig
+from a3po_megatron.config.schema import ModelConfig, RunConfig
 from a3po_megatron.estimate.activations import layer_bytes_per_token, stage_bytes_per_token
 from a3po_megatron.estimate.host import resuming_bytes, saving_bytes
 from a3po_megatron.estimate.memory import actor_memory, logprob_chunk_bytes

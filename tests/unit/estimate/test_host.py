@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from a3po_megatron.config.schema import ActorConfig
+from a3po_megatron.config.actor import ActorConfig
 from a3po_megatron.estimate.host import node_host_memory, saving_bytes
 from a3po_megatron.estimate.parameters import model_parameters, stage_parameters
 from tests.unit.config.test_check import MOE, QWEN
