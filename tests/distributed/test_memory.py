@@ -22,7 +22,7 @@ from a3po_megatron.batching.packing import TokenSequence
 from a3po_megatron.config.actor import ActorConfig, OptimizerConfig
 from a3po_megatron.config.model_shape import ModelShape
 from a3po_megatron.config.schema import ModelConfig, RunConfig
-from a3po_megatron.estimate.activations import layer_bytes_per_token, stage_bytes_per_token
+from a3po_megatron.estimate.activations import layer_bytes_per_token, microbatches_in_flight, stage_bytes_per_token
 from a3po_megatron.estimate.host import resuming_bytes, saving_bytes
 from a3po_megatron.estimate.memory import actor_memory, logprob_chunk_bytes
 from a3po_megatron.objective.supervised import SupervisedLoss
@@ -95,10 +95,7 @@ def test_a_stage_keeps_what_is_computed(what: str, layout: Layout, shape: ModelS
     computed = TOKENS * stage_bytes_per_token(shape, settings, stage)
     assert measured == pytest.approx(computed, rel=TOLERANCE)
     if stage in stages and dist.get_rank() % (4 // settings.pipeline_parallel) == 0:
-        in_flight = {1: 4 - stage, 2: 2.5 - stage}[settings.virtual_pipeline_parallel]
-        if settings.pipeline_parallel == 2 and settings.virtual_pipeline_parallel == 1:
-            in_flight = 2 - stage
-        report(what.format(stage, in_flight), layout, computed, measured)
+        report(what.format(stage, microbatches_in_flight(settings, stage)), layout, computed, measured)
 
 
 def test_local_layers_in_bfloat16_keep_twice_what_fused_kernels_do() -> None:
