@@ -46,7 +46,7 @@ MINUTES = (  # only with -m full, each after those above it on its page
     f"{EVALUATE} runs/demo/checkpoints/*",
     f"{EVALUATE} runs/exported *",
     f"{EVALUATE} configs/evaluate_smollm2_gsm8k_cpu.yaml *",
-    "python tools/make_random_model.py *",
+    "python tools/fetch_smollm2.py",
     f"{CONVERT} * runs/smol*",
 )
 MEASUREMENTS = (  # only with -m full, each by itself
@@ -59,7 +59,9 @@ NOT_RUN = {
     "make setup *=*": "a placeholder; installs 6 GB",
     "make lock": "asks the package index, and changes with it",
     "make test*": "calls the test suite",
+    "python -m pytest *": "calls the test suite",
     "torchrun *": "calls the test suite; tests/system/test_torchrun.py",
+    "python -m tests.golden.record *": "overwrites what tests/distributed/test_golden.py compares with",
     "git clone *": "a placeholder",
     "tools/setup_gpu.sh": "needs a GPU node",
     "python tools/check_gpu.py": "needs a GPU",
@@ -75,6 +77,7 @@ NOT_RUN = {
     "python -m recipes.export RUN/* FOLDER": "a placeholder",
     "python tools/plan_cluster.py configs/NAME.yaml *": "a placeholder",
     f"{CONVERT} * DST*": "a placeholder",
+    "python tools/routing_mismatch.py FOLDER *": "a placeholder; tests/engine/test_routing_mismatch.py",
     f"{CONVERT} inspect PATH *": "a placeholder",
     f"{CONVERT} verify A B *": "a placeholder",
 }
