@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -79,9 +80,10 @@ def sent_bytes(urls: list[str]) -> int:
 
 async def measure(urls: list[str], num_requests: int, stream_interval: int | None) -> dict[str, float | int]:
     """Send all requests at once and return the figures."""
-    interval = {} if stream_interval is None else {"stream_interval": stream_interval}
     per_server = -(-num_requests // len(urls))
-    config = RolloutConfig(max_model_len=16384, max_num_seqs=per_server, **interval)
+    config = RolloutConfig(max_model_len=16384, max_num_seqs=per_server)
+    if stream_interval is not None:
+        config = replace(config, stream_interval=stream_interval)
     lengths = response_lengths(num_requests)
     with tempfile.TemporaryDirectory() as folder:
         fleet = Fleet(config, "secret", Path(folder))

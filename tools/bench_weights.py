@@ -221,7 +221,12 @@ def measure_publications(publisher: Any, link: FleetLink, arguments: argparse.Na
     memory = peak_during(lambda: publisher.publish(1))
     sender = publisher._sender
     send = sender.send
-    sender.send = lambda *of: sent.append(send(*of)) or sent[-1]  # to look at its times
+
+    def send_and_note(*of: Any) -> Any:  # to look at its times
+        sent.append(send(*of))
+        return sent[-1]
+
+    sender.send = send_and_note
     plan = buckets.plan(publisher._specs, arguments.bucket_bytes)
     sizes = [bucket.wire_bytes for bucket in plan]
     rows = []

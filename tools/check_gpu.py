@@ -18,8 +18,9 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # of this checkout, from whichever folder it is started
 import numpy as np
@@ -33,6 +34,8 @@ from a3po_megatron.estimate.flops import model_flops
 from a3po_megatron.estimate.memory import actor_memory
 from a3po_megatron.launch.ranks import become_only_rank
 
+Device = Literal["cpu", "cuda"]
+Dtype = Literal["float32", "bfloat16"]
 Fields = Mapping[str, Any]  # of a config.json
 Figures = dict[str, Any]  # `ok` among them where the check has a bound
 BASE = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu", "max_position_embeddings": 32768}
@@ -98,7 +101,7 @@ BOUNDS = {
 PEAK_FLOPS = 989e12  # bfloat16, dense, of an H100 or H200 SXM (NVIDIA's data sheet)
 
 
-def check_parity(device: str, fields: Fields, dtype: str, lengths: Sequence[int]) -> Figures:
+def check_parity(device: Device, fields: Fields, dtype: Dtype, lengths: Sequence[int]) -> Figures:
     """Compare log-probabilities, loss and gradient norm of one optimizer step with the plain model's."""
     import plain_model
     import torch
@@ -133,7 +136,7 @@ def check_parity(device: str, fields: Fields, dtype: str, lengths: Sequence[int]
     }
 
 
-def check_training(device: str, fields: Fields, sequences: int, tokens: int, repeats: int) -> Figures:
+def check_training(device: Device, fields: Fields, sequences: int, tokens: int, repeats: int) -> Figures:
     """Time optimizer steps in bfloat16, one to warm up; half of the sequences fit a microbatch."""
     from a3po_megatron.objective.supervised import SupervisedLoss
 
@@ -155,7 +158,7 @@ def check_training(device: str, fields: Fields, sequences: int, tokens: int, rep
     }
 
 
-def check_proximal(device: str, fields: Fields, sequences: int, tokens: int, repeats: int) -> Figures:
+def check_proximal(device: Device, fields: Fields, sequences: int, tokens: int, repeats: int) -> Figures:
     """Time the forward pass over `sequences` in bfloat16, and the interpolation that stands in its place."""
     import torch
 
@@ -179,7 +182,7 @@ def check_proximal(device: str, fields: Fields, sequences: int, tokens: int, rep
     }
 
 
-def write_model(folder: Path, fields: Fields, dtype: str) -> tuple[ModelShape, dict[str, Any]]:
+def write_model(folder: Path, fields: Fields, dtype: Dtype) -> tuple[ModelShape, dict[str, Any]]:
     """Write a Hugging Face folder of random weights rounded to `dtype`; return its shape and them, float32 with gradient.
 
     Drawn so that no norm is 1 and no bias 0: what is left out shows.
@@ -199,7 +202,7 @@ def write_model(folder: Path, fields: Fields, dtype: str) -> tuple[ModelShape, d
     return shape, {name: values.requires_grad_() for name, values in weights.items()}
 
 
-def random_actor(device: str, fields: Fields, **settings: Any) -> Any:
+def random_actor(device: Device, fields: Fields, **settings: Any) -> Any:
     """Return a bfloat16 actor of random weights, and begin to count its memory."""
     import torch
 
@@ -224,7 +227,7 @@ def random_sequences(shape: ModelShape, lengths: Sequence[int]) -> list[Any]:
     return [TokenSequence(rng.integers(0, shape.vocab_size, n), np.arange(n) > 0) for n in lengths]
 
 
-def timed(work: Callable[[], Any], repeats: int, device: str) -> float:
+def timed(work: Callable[[], Any], repeats: int, device: Device) -> float:
     """Return the median seconds of `repeats` calls, after one to warm up."""
     import torch
 
@@ -238,22 +241,21 @@ def timed(work: Callable[[], Any], repeats: int, device: str) -> float:
     return statistics.median(seconds[1:])
 
 
-def peak_gb(device: str) -> float | None:
+def peak_gb(device: Device) -> float | None:
     """Return the peak of what torch has held on the GPU since the actor was begun; None on a CPU."""
     import torch
 
     return torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else None
 
 
-def run_checks(device: str, sizes: Sizes, wanted: Sequence[str]) -> dict[str, Figures]:
+def run_checks(device: Device, sizes: Sizes, wanted: Sequence[str]) -> dict[str, Figures]:
     """Run the wanted checks, each with its seconds."""
     checks: dict[str, Callable[[], Figures]] = {}
     if "parity" in wanted:
+        dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
         for name, fields in sizes.parity.items():
-            for dtype in ("float32", "bfloat16"):
-                checks[f"parity {name} {dtype}"] = lambda fields=fields, dtype=dtype: check_parity(
-                    device, fields, dtype, sizes.parity_lengths
-                )
+            for dtype in dtypes:
+                checks[f"parity {name} {dtype}"] = partial(check_parity, device, fields, dtype, sizes.parity_lengths)
     work = (sizes.sequences, sizes.sequence_tokens, sizes.repeats)
     if "training" in wanted:
         checks["training"] = lambda: check_training(device, sizes.training, *work)

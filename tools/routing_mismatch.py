@@ -28,7 +28,7 @@ from a3po_megatron.launch.ranks import become_only_rank
 from a3po_megatron.rollout.client import Generation, ReplicaClient
 from a3po_megatron.rollout.sampling import SamplingSettings
 from a3po_megatron.rollout.server import Server, choose_port
-from a3po_megatron.rollout.server_args import server_device, server_command, server_environment
+from a3po_megatron.rollout.server_args import server_command, server_device, server_environment
 
 PROMPT_TOKENS = (4, 16)
 ACTORS = ("float32/fp32", "bfloat16/fp32", "bfloat16/none")  # actor.dtype/actor.moe_router_dtype
