@@ -87,7 +87,7 @@ def sealed(num_words: int) -> tuple[buckets.Bucket, torch.Tensor]:
     return bucket, flat
 
 
-@pytest.mark.parametrize("num_words", [1, 100, 5000])
+@pytest.mark.parametrize("num_words", [1, 100, 5000, 4 * 2048])  # the last: whole rows of the checksum and nothing else
 def test_a_flipped_bit_a_shift_or_a_hole_is_noticed(num_words):
     bucket, flat = sealed(num_words)
     buckets.check_seal(bucket, flat, 3, 0)
