@@ -1,11 +1,11 @@
-"""Tiny random Qwen3 models in Hugging Face folders, and transformers as the reference for log-probabilities."""
+"""Tiny random Qwen3 models, one with experts, in Hugging Face folders, and transformers as the reference for log-probabilities."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 VOCABULARY = 96
 END_TOKEN = 1
@@ -35,7 +35,34 @@ def make_model(seed: int, *, tied: bool = True) -> Qwen3ForCausalLM:
     return model
 
 
-def save_model(model: Qwen3ForCausalLM, folder: Path) -> str:
+def make_moe(seed: int) -> Qwen3MoeForCausalLM:
+    """Return a model of 4 layers, each with 8 experts of which 2 are chosen."""
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=True,
+        eos_token_id=END_TOKEN,
+        initializer_range=0.1,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+    )
+    model = Qwen3MoeForCausalLM(config).float().eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+def save_model(model: PreTrainedModel, folder: Path) -> str:
     """Write the Hugging Face folder (no tokenizer: the server needs none) and return its path."""
     model.save_pretrained(folder)
     return str(folder)
