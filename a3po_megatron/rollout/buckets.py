@@ -162,15 +162,15 @@ def check_seal(bucket: Bucket, flat: torch.Tensor, version: int, number: int) ->
 def checksum(flat: torch.Tensor) -> int:
     """Return a checksum, modulo 2^64, of uint8 data of a multiple of 16 bytes, computed where it lies (CPU or GPU).
 
-    The 64-bit words, in rows of 1024, are summed by column and by row, and each sum counts with an odd factor of its
-    own: a factor that can be undone, so no change of a single word, and no shift of data, goes unseen. A crc of a bucket in a
-    GPU's memory would have to leave it first.
+    The sum of (2 i + 1) w over the 64-bit words, w at place i: an odd factor can be undone, so no change of a single word
+    goes unseen, and each place has its own, so words that moved are seen too. Words lie in rows of 1024, which are summed by
+    column and by row: the factor is 2 column + 1 and 2048 row. A crc of a bucket in a GPU's memory would have to leave it first.
     """
     words = flat.view(torch.int64)
     whole = len(words) // ROW * ROW
     rows, rest = words[:whole].view(-1, ROW), words[whole:]
     by_column, by_row = _sums_on_cpu(rows) if flat.device.type == "cpu" else (rows.sum(0), rows.sum(1))
-    return int(_weigh(by_column) + 3 * _weigh(by_row) + 5 * _weigh(rest))
+    return int(_weigh(by_column) + 2 * ROW * (by_row * _places(by_row)).sum() + _weigh(rest, whole))
 
 
 def _sums_on_cpu(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,8 +184,12 @@ def _sums_on_cpu(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(by_column), torch.from_numpy(by_row)
 
 
-def _weigh(words: torch.Tensor) -> torch.Tensor:
-    return (words * (2 * torch.arange(len(words), device=words.device) + 1)).sum()
+def _weigh(words: torch.Tensor, first_place: int = 0) -> torch.Tensor:
+    return (words * (2 * (first_place + _places(words)) + 1)).sum()
+
+
+def _places(words: torch.Tensor) -> torch.Tensor:
+    return torch.arange(len(words), device=words.device)
 
 
 def _aligned(position: int) -> int:

@@ -94,6 +94,10 @@ def total_masked(s: Response, c: float) -> list[Tensor]:
     return [loss if 1 / c <= w(s, t) <= c else 0 * s.logp[t] for t, loss in enumerate(decoupled(s))]
 
 
+def both_masked(s: Response, cap: float, c: float) -> list[Tensor]:
+    return [0 * s.logp[t] if b(s, t) > cap else loss for t, loss in enumerate(total_masked(s, c))]
+
+
 def gspo(s: Response, low: float, high: float, cap: float = math.inf) -> list[Tensor]:
     ratio = torch.exp((s.logp - s.prox).sum() / len(s.logp))
     return [-min(sequence_b(s), cap) * clipped_value(ratio, s.adv[t].item(), low, high) for t in tokens(s)]

@@ -57,10 +57,7 @@ class Simulation:
 
     def finish(self) -> None:
         draw = self.choose.choice(list(self.running)) if self.overtaking else min(self.running)
-        versions = np.array(self.running.pop(draw), dtype=np.int32)
-        ids, logprobs = np.zeros(len(versions), dtype=np.int32), np.zeros(len(versions), dtype=np.float32)
-        sample = Sample(str(draw), ids, ids, logprobs, versions, "stop")
-        self.buffer.put(draw, Group(Problem(str(draw), ids, ""), (sample,), np.zeros(1, dtype=np.float32)))
+        self.buffer.put(draw, group_of(draw, self.running.pop(draw)))
         self.accepted += 1
 
     def train(self) -> None:
@@ -70,6 +67,13 @@ class Simulation:
     def publish(self) -> None:
         self.version += 1
         self.training = False
+
+
+def group_of(draw: int, token_versions: list[int]) -> Group:
+    versions = np.array(token_versions, dtype=np.int32)
+    ids, logprobs = np.zeros(len(versions), dtype=np.int32), np.zeros(len(versions), dtype=np.float32)
+    sample = Sample(str(draw), ids, ids, logprobs, versions, "stop")
+    return Group(Problem(str(draw), ids, ""), (sample,), np.zeros(1, dtype=np.float32))
 
 
 runs = {
@@ -137,3 +141,11 @@ def test_in_lockstep_batch_k_comes_wholly_from_version_k_minus_d_and_the_first_o
 def test_capacity_is_the_formula(version: int, accepted: int, running: int, capacity: int) -> None:
     admission = Admission("free", max_staleness=2, groups_per_batch=4, max_concurrent=10, num_batches=10)
     assert admission.capacity(version, accepted, running) == capacity
+
+
+def test_the_lowest_places_leave_first_whichever_group_finished_first() -> None:
+    buffer = GroupBuffer(groups_per_batch=2, in_order=False)
+    for place in (5, 1, 3):
+        buffer.put(place, group_of(place, [0]))
+    assert [group.problem.id for group in buffer.take()] == ["1", "3"]
+    assert [place for place, _ in buffer.items()] == [5]

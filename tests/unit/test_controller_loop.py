@@ -18,6 +18,7 @@ from a3po_megatron.controller.snapshot import Snapshot
 from a3po_megatron.errors import first_cause
 from a3po_megatron.records import Batch
 from a3po_megatron.rollout.client import Generation
+from a3po_megatron.rollout.sampling import SamplingSettings
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.run import act, make_controller, next_batch, post, publish, register, running, whole_run
 
@@ -78,6 +79,34 @@ def test_another_seed_gives_other_samples(tmp_path: Path) -> None:
     a = whole_run(make_controller(tmp_path / "a", FakeFleet(), 2, schedule="lockstep", seed=0))
     b = whole_run(make_controller(tmp_path / "b", FakeFleet(), 2, schedule="lockstep", seed=1))
     assert as_bytes(a) != as_bytes(b)
+
+
+def test_no_two_requests_of_training_have_the_same_seed(tmp_path: Path) -> None:
+    """Siblings with one seed would be one sample several times, and their advantages noise."""
+    seeds: list[int | None] = []
+
+    class Fleet(FakeFleet):
+        async def generate(self, prompt_ids: Any, sampling: SamplingSettings, *rest: Any) -> Generation:
+            seeds.append(sampling.seed)
+            return await super().generate(prompt_ids, sampling, *rest)
+
+    batches = whole_run(make_controller(tmp_path, Fleet(), num_steps=4, max_eval_problems=0))
+    assert len(set(seeds)) == len(seeds) == sum(len(batch.samples) for batch in batches)
+
+
+def test_an_empty_response_is_a_sample_of_its_group_like_the_others(tmp_path: Path) -> None:
+    class Fleet(FakeFleet):
+        async def generate(
+            self, prompt_ids: Any, sampling: SamplingSettings, request_id: str, *rest: Any
+        ) -> Generation:
+            response = await super().generate(prompt_ids, sampling, request_id, *rest)
+            if not request_id.endswith("-sample1"):
+                return response
+            return Generation(response.token_ids[:0], response.logprobs[:0], response.versions[:0], "stop")
+
+    for batch in whole_run(make_controller(tmp_path, Fleet(), num_steps=2, max_eval_problems=0)):
+        assert [len(sample.response_ids) == 0 for sample in batch.samples] == [False, True, False, False] * 3
+        assert batch.rewards[1::4].tolist() == [0.0] * 3
 
 
 def test_a_problem_asked_again_in_the_next_epoch_is_sampled_with_other_seeds(tmp_path: Path) -> None:
@@ -229,6 +258,14 @@ def test_in_a_free_run_training_goes_on_during_an_evaluation_whose_answers_then_
     column = [row.get("eval/version") for row in rows(tmp_path / "metrics.jsonl")]
     assert (column[0], column[1:5]) == (0, [None] * 4)
     assert column[5] == 2  # in the row of the step in which it ended
+
+
+def test_an_evaluation_that_fell_due_while_another_went_on_comes_right_after_it(tmp_path: Path) -> None:
+    evaluations = make_controller(tmp_path, FakeFleet(), num_steps=9, eval_every=3).evaluations
+    asyncio.run(evaluations.evaluate(0))
+    assert [version for version in range(9) if evaluations.due(version, is_last=False)] == [3, 4, 5, 6, 7, 8]
+    asyncio.run(evaluations.evaluate(4))
+    assert [version for version in range(4, 9) if evaluations.due(version, is_last=False)] == [6, 7, 8]
 
 
 def test_an_evaluation_that_must_have_one_version_holds_every_publication(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ def test_a_hand_worked_batch() -> None:
     assert mask([0.1, -0.2, 0.5], 0.04) == [True, True, False]
     assert mask([0.1, -0.2, 0.5], 0.11) == [True] * 3
     assert mask([0.1, -0.2, 0.5], 0.005) == [False] * 3
+    assert mask([0.5, -0.5, 1.0], 0.25) == [True, True, False]  # at most the threshold: these squares have no rounding
+    assert mask([0.5, 0.0, 1.0], 0.0) == [False, True, False]
 
 
 @given(tokens=DISTINCT, threshold=st.sampled_from([1e-3, 0.04, 0.5, 3.0]))

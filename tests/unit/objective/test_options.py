@@ -52,6 +52,10 @@ OPTIONS: dict[str, tuple[PolicyLoss, Callable[[Response], list[Tensor]]]] = {
     "total weight, mask": (
         replace(PLAIN, total_weight=TotalWeight(1.5, "mask")), lambda s: reference.total_masked(s, 1.5)
     ),
+    "cap and total weight, mask": (
+        replace(PLAIN, behavior_weight=BehaviorWeight(1.3, "mask"), total_weight=TotalWeight(1.5, "mask")),
+        lambda s: reference.both_masked(s, 1.3, 1.5),
+    ),
     "gspo": (
         replace(PLAIN, surrogate=GSPO, behavior_weight=SEQUENCE), lambda s: reference.gspo(s, 0.1, 0.1)
     ),

@@ -87,11 +87,11 @@ def sealed(num_words: int) -> tuple[buckets.Bucket, torch.Tensor]:
     return bucket, flat
 
 
-@pytest.mark.parametrize("num_words", [1, 100, 5000])
+@pytest.mark.parametrize("num_words", [1, 100, 5000, 4 * 2048])  # the last: whole rows of the checksum and nothing else
 def test_a_flipped_bit_a_shift_or_a_hole_is_noticed(num_words):
     bucket, flat = sealed(num_words)
     buckets.check_seal(bucket, flat, 3, 0)
-    places = range(0, 4 * num_words, max(1, num_words // 30))
+    places = range(0, 4 * num_words, max(1, num_words // 30) | 1)  # an odd stride: every bit of a word has its turn
     for place in places:
         flat[place] ^= 1 << place % 8
         with pytest.raises(ValueError, match="bucket 1 of version 3 arrived damaged"):
@@ -104,6 +104,17 @@ def test_a_flipped_bit_a_shift_or_a_hole_is_noticed(num_words):
             if not torch.equal(damaged, body):
                 with pytest.raises(ValueError, match="damaged"):
                     buckets.check_seal(bucket, flat, 3, 0)
+
+
+@pytest.mark.parametrize("num_words", [2, 2048, 5000])
+def test_the_checksum_is_the_sum_of_all_words_by_the_odd_factors_of_their_places(num_words):
+    """Modulo 2^64, where an odd factor has an inverse: no change of one word can be lost."""
+    flat = torch.randint(0, 256, (8 * num_words,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    words = flat.view(torch.int64).tolist()
+    assert (buckets.checksum(flat) - sum((2 * i + 1) * word for i, word in enumerate(words))) % 2**64 == 0
+    swapped = flat.view(num_words, 8).clone()
+    swapped[[0, -1]] = swapped[[-1, 0]]
+    assert buckets.checksum(swapped.flatten()) != buckets.checksum(flat)
 
 
 def test_another_version_or_another_bucket_is_noticed():

@@ -47,6 +47,18 @@ def test_damaged_files_cost_one_newcomer_and_the_next_one_waits_for_the_next_pub
     asyncio.run(run())
 
 
+def test_a_newcomer_that_fails_the_probe_after_reading_the_files_is_dropped_still_paused(tmp_path):
+    async def run() -> None:
+        setup = await live(tmp_path, "b")
+        setup.replicas["b"].probe = [-20.0, -20.0]
+        await setup.register("b")
+        await until(lambda: state(setup, "b") == "fenced")
+        assert "replica b failed the probe of version 1" in setup.fleet.status()["fenced"]["b"]
+        assert not setup.replicas["b"].running.is_set()
+
+    asyncio.run(run())
+
+
 def test_a_publication_goes_on_without_a_newcomer_that_hangs_while_it_is_filled(tmp_path):
     async def run() -> None:
         setup = await live(tmp_path, "b", "c")

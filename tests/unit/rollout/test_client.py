@@ -3,6 +3,7 @@
 import asyncio
 import json
 from array import array
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import httpx
@@ -52,6 +53,21 @@ def test_pieces_are_joined_and_versions_are_per_token():
     assert result.versions.tolist() == [3, 3, 4, 4]
     assert result.logprobs.tolist() == [-1.0] * 4
     assert result.finish_reason == "stop"
+
+
+def test_a_token_on_its_way_has_the_version_that_was_current_when_the_piece_before_was_read():
+    versions, partial = [0], PartialGeneration()
+
+    async def stream() -> AsyncIterator[bytes]:
+        for token in (5, 6, 7):
+            if token == 6:
+                versions[0] = 1  # published while the server drew this token, which may still be of version 0
+            yield f"data: {json.dumps({'choices': [piece(token)]})}\n\n".encode()
+
+    client = client_of(httpx.MockTransport(lambda request: httpx.Response(200, content=stream())))
+    with pytest.raises(ReplicaError, match="ended before the response did"):
+        asyncio.run(client.generate([2, 3], SAMPLING, "r", lambda: versions[0], partial))
+    assert partial.versions.tolist() == [0, 0, 1]
 
 
 def test_the_request_asks_for_the_plain_distribution_and_salts_the_prompt_cache_by_version():

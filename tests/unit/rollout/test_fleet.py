@@ -40,6 +40,22 @@ def test_a_publication_pauses_all_then_updates_then_finishes_all_then_resumes(tm
     assert setup.replicas["a"].updates[0]["version"] == 1
 
 
+def test_replicas_go_on_only_once_new_tokens_get_the_new_version(tmp_path):
+    async def run():
+        setup, versions = Setup(tmp_path, "a", "b"), []
+        await setup.register("a", "b")
+
+        async def resume():
+            versions.append(setup.fleet.version)
+
+        for replica in setup.fleet._replicas:
+            replica.client.resume = resume
+        await setup.publish(1)
+        return versions
+
+    assert asyncio.run(run()) == [1, 1]
+
+
 def test_ranks_follow_the_actor_in_member_order(tmp_path):
     async def run():
         setup = Setup(tmp_path, "a", "b", "c")
@@ -55,19 +71,22 @@ def test_ranks_follow_the_actor_in_member_order(tmp_path):
 
 def test_the_group_is_made_once_for_a_membership_and_anew_for_the_next(tmp_path):
     async def run():
-        setup = Setup(tmp_path, "a", "b")
+        setup = Setup(tmp_path, "a", "b", "c")
         await setup.register("a")
         epochs = [(await setup.publish(version))["epoch"] for version in (1, 2)]
         await setup.register("b")
         epochs.append((await setup.publish(3))["epoch"])
         await setup.fleet.deregister("b", "gone")
+        await setup.register("c")  # as many members as before, but not the same
         epochs.append((await setup.publish(4))["epoch"])
+        await setup.fleet.deregister("c", "gone")
+        epochs.append((await setup.publish(5))["epoch"])
         return setup, epochs
 
     setup, epochs = asyncio.run(run())
-    assert epochs == [1, 1, 2, 3]
-    assert len(setup.replicas["a"].joins) == 3
-    assert len({join["store"] for join in setup.replicas["a"].joins}) == 3
+    assert epochs == [1, 1, 2, 3, 4]
+    assert len(setup.replicas["a"].joins) == 4
+    assert len({join["store"] for join in setup.replicas["a"].joins}) == 4
 
 
 @pytest.mark.parametrize(("kv_on_update", "query"), [("rebuild", "clear_cache=true"), ("keep", "clear_cache=false")])
