@@ -164,7 +164,7 @@ def _signal_group(group: int, number: signal.Signals) -> None:
 
 
 def shared_memory_of(processes: Iterable[int]) -> set[Path]:
-    """Return the files in shared memory that these processes have mapped and nobody removes when they are killed."""
+    """Return the files in shared memory that these processes have mapped, still there, and nobody removes when they are killed."""
     paths = set()
     for process in processes:
         try:
@@ -172,5 +172,7 @@ def shared_memory_of(processes: Iterable[int]) -> set[Path]:
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
         mapped = (line.split(maxsplit=5)[5] for line in lines if line.count("/") and len(line.split(maxsplit=5)) == 6)
-        paths |= {Path(path) for path in mapped if Path(path).parent == SHARED_MEMORY}
+        paths |= {
+            Path(path) for path in mapped if Path(path).parent == SHARED_MEMORY and not path.endswith(" (deleted)")
+        }
     return paths
