@@ -1,27 +1,29 @@
-"""One model for all runs of this folder: the demo's warm start, cut short."""
+"""What the runs of this folder share: one warm start, which they begin from, and one run, which others are compared with."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.system.runs import DEADLINE_S, ROOT
+from tests.system.pretraining import pretrain
+from tests.system.runs import LOCKSTEP, Finished, run
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a model that answers some questions right: otherwise no reward differs from another."""
-    folder = tmp_path_factory.mktemp("warm_start")
-    overrides = [f"run.dir={folder}", "run.num_steps=150", "eval_every=0", "task.num_heldout=50"]
-    done = subprocess.run(
-        [sys.executable, "-m", "recipes.pretrain", "configs/demo_warmstart.yaml", *overrides],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a whole warm start on one rank."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    done = pretrain(f"run.dir={folder}", timeout_s=400)
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "model"
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model(trained: Path) -> Path:
+    """Return the folder of a model that answers some questions right: otherwise no reward differs from another."""
+    return trained / "model"
+
+
+@pytest.fixture(scope="session")
+def lockstep(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A run of three steps on one rank that anyone can repeat."""
+    return run(tmp_path_factory.mktemp("runs") / "lockstep", model, *LOCKSTEP)

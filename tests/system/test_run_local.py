@@ -1,11 +1,11 @@
-"""The walking run on the real engines: what it writes, that layouts and repetitions agree, that every method runs."""
+"""The walking run on the real engines: what it writes, that layouts agree; test_failures.py has repetition and methods."""
 
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from tests.system.runs import Finished, run
+from tests.system.runs import LOCKSTEP, Finished, run
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -14,7 +14,6 @@ COLUMNS = {
     *("time/step_s", "time/prox_s", "time/wait_s", "time/publish_s", "policy/clip_fraction", "policy/ratio_max"),
     *("policy/behavior_weight_max", "policy/behavior_weight_mean", "parity/logprob_max_abs", "rollout/tokens_per_s"),
 }
-LOCKSTEP = ("controller.schedule=lockstep", "controller.max_staleness=1")
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +28,6 @@ def free(runs: Path, model: Path) -> Finished:
     few = ("controller.max_concurrent_groups=1", "controller.prompts_per_batch=32", "rollout.stream_interval=1")
     evaluation = ("controller.max_eval_problems=50", "controller.eval_every=5")
     return run(runs / "free", model, "run.num_steps=12", *few, *evaluation)
-
-
-@pytest.fixture(scope="module")
-def lockstep(runs: Path, model: Path) -> Finished:
-    return run(runs / "lockstep", model, *LOCKSTEP)
 
 
 def test_every_step_has_a_row_with_every_column(free):
@@ -83,32 +77,23 @@ def test_the_run_ends_with_a_table_a_picture_and_a_model(free):
     assert "step 12/12" in free.output
 
 
-def test_two_lockstep_runs_with_one_seed_are_the_same(lockstep, runs, model):
-    again = run(runs / "again", model, *LOCKSTEP)
-    assert again.samples == lockstep.samples
-    for name in ("loss", "grad_norm", "reward/mean", "staleness/mean"):
-        assert again.column(name) == pytest.approx(lockstep.column(name), abs=1e-5)
+@pytest.mark.parametrize(
+    ("tensor", "pipeline"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.full)], ids=["PP2", "TP2xPP2"]
+)
+def test_several_ranks_train_as_one(lockstep, runs, model, tensor, pipeline):
+    """The first two batches come from version 0 in both runs, so the layouts get the same samples.
 
-
-def test_four_ranks_train_as_one(lockstep, runs, model):
-    """The first two batches come from version 0 in both runs, so the layouts get the same samples."""
-    layout = ("actor.tensor_parallel=2", "actor.pipeline_parallel=2")
-    four = run(runs / "tp2pp2", model, *LOCKSTEP, *layout, "run.num_steps=2")
-    assert four.samples[:2] == lockstep.samples[:2]
+    Four ranks are a sweep: tests/distributed trains and publishes at TP2 x PP2 in each of its parts, on ranks that it shares.
+    """
+    layout = (f"actor.tensor_parallel={tensor}", f"actor.pipeline_parallel={pipeline}")
+    several = run(runs / f"tp{tensor}pp{pipeline}", model, *LOCKSTEP, *layout, "run.num_steps=2")
+    assert several.samples[:2] == lockstep.samples[:2]
     for name in ("loss", "grad_norm"):
-        assert four.column(name)[:2] == pytest.approx(lockstep.column(name)[:2], abs=1e-5)
+        assert several.column(name)[:2] == pytest.approx(lockstep.column(name)[:2], abs=1e-5)
 
 
-def test_only_recompute_needs_more_forward_passes(lockstep, runs, model):
-    sync = run(runs / "sync", model, "algorithm.method=sync", LOCKSTEP[0], "controller.max_staleness=0")
-    recompute = run(runs / "recompute", model, "algorithm.method=recompute", *LOCKSTEP)
-    assert lockstep.column("forward_passes") == sync.column("forward_passes")
-    steps = lockstep.column("forward_passes")
-    assert recompute.column("forward_passes") == [2 * passes for passes in steps]  # one more a microbatch
-    assert max(sync.column("staleness/max")) == 0
-    assert max(lockstep.column("staleness/max")) == 1
-
-
+@pytest.mark.full
 def test_plain_ppo_on_stale_data_runs(runs, model):
+    """A sweep: tests/distributed/test_objective.py compares this method with autograd; the other three run here to the end."""
     behavior = run(runs / "behavior", model, "algorithm.method=behavior", "run.num_steps=2")
     assert all(row["policy/behavior_weight_max"] == 1.0 for row in behavior.rows)
