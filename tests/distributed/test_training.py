@@ -125,7 +125,7 @@ class FakeLink:
     def begin_publication(self, manifest: WeightManifest) -> dict[str, Any]:
         self.calls.append(f"begin {manifest.version}")
         assert len(manifest.names) == len(manifest.dtypes) == len(manifest.shapes)
-        rendezvous = {"transfer": "gloo", "store": "unused", "world_size": 2}
+        rendezvous = {"transfer": "gloo", "store": "", "world_size": 2}
         plan = {"epoch": self.epoch, "rendezvous": rendezvous, "members": ["r0"], "bucket_bytes": 1 << 16}
         return plan | {"waited_s": 0.0, "keep_in": "", "unique_id_wanted": False}
 
