@@ -1,9 +1,11 @@
-"""The one exception for a user's mistake, and how a recipe reports it."""
+"""The one exception for a user's mistake, and how a recipe says why it ends."""
 
 import sys
+import traceback
 from collections.abc import Callable
 
 USER_ERROR_EXIT_CODE = 2
+FAILURE_EXIT_CODE = 1
 
 
 class UserError(ValueError):
@@ -17,3 +19,28 @@ def exit_on_user_error(main: Callable[[], int]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return USER_ERROR_EXIT_CODE
+
+
+def say_why(error: BaseException) -> int:
+    """Print what ended a recipe, its reason in the last line, and return the exit code of a failure.
+
+    Our own errors and timeouts say all there is to say in that line; before any other comes its traceback. Of an exception
+    group the first cause counts. Raises that cause when it is a `UserError`.
+    """
+    cause = first_cause(error)
+    if isinstance(cause, UserError):
+        raise cause from None
+    is_ours = type(cause).__module__.startswith("a3po_megatron.") or isinstance(cause, TimeoutError)
+    if is_ours and str(cause):
+        print(f"error: {cause}", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exception(cause)
+        print(f"error: {type(cause).__name__}: {cause}", file=sys.stderr, flush=True)
+    return FAILURE_EXIT_CODE
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """Return the exception inside (nested) exception groups that came first."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

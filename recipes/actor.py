@@ -12,7 +12,6 @@ import argparse
 import os
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from a3po_megatron.config.load import load_config, to_yaml
 from a3po_megatron.config.model_shape import ModelShape, read_model_shape
 from a3po_megatron.config.schema import TrainConfig
 from a3po_megatron.controller.build import check_controller
-from a3po_megatron.errors import UserError
+from a3po_megatron.errors import UserError, say_why
 from a3po_megatron.launch.ranks import Nodes, exit_code_of, is_rank, run_ranks
 from a3po_megatron.run_token import read_run_token
 
@@ -54,6 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     except UserError:
         raise
     except Exception as error:
+        let_others_speak(error)
         return say_why(error)
     return 0
 
@@ -77,16 +77,12 @@ def train_as_rank(config: TrainConfig, shape: ModelShape, token: str) -> None:
     print(f"actor: finished at version {version}; model in {Path(config.run.dir) / 'model'}", flush=True)
 
 
-def say_why(error: Exception) -> int:
-    """Print what ended this rank, its reason last, and return the exit code."""
+def let_others_speak(error: Exception) -> None:
+    """Wait a little where another rank went away: it says why, and torchrun ends this one before it adds its own."""
     from a3po_megatron.actor.control import RunFailed
 
     if (isinstance(error, RunFailed) or "onnection" in str(error)) and os.environ["RANK"] != "0":
-        time.sleep(2)  # another rank went away and says why; torchrun ends this one before it adds its own
-    if type(error).__module__.partition(".")[0] != "a3po_megatron":  # ours say all there is to say in one line
-        traceback.print_exception(error)
-    print(f"error: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    return 1
+        time.sleep(2)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,14 @@ says why.
 import argparse
 import asyncio
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from a3po_megatron.config.load import load_config
 from a3po_megatron.config.schema import TrainConfig
 from a3po_megatron.controller.build import build_controller, check_controller
-from a3po_megatron.controller.serve import Stopped, bind, serve
-from a3po_megatron.controller.waiting import first_cause
-from a3po_megatron.errors import UserError, exit_on_user_error
+from a3po_megatron.controller.serve import RunStopped, bind, serve
+from a3po_megatron.errors import FAILURE_EXIT_CODE, exit_on_user_error, say_why
 from a3po_megatron.rollout.garbage import collect_rarely
 from a3po_megatron.run_token import read_run_token
 
@@ -34,16 +32,11 @@ def main(arguments: Sequence[str]) -> int:
     collect_rarely()
     try:
         asyncio.run(run(config, read_run_token(Path(config.run.dir))))
-    except Stopped as stopped:
+    except RunStopped as stopped:
         print(f"controller: {stopped}", file=sys.stderr, flush=True)
-        return 1
+        return FAILURE_EXIT_CODE
     except Exception as error:
-        cause = first_cause(error)
-        if isinstance(cause, UserError):
-            raise cause from None
-        traceback.print_exception(cause)
-        print(f"error: {type(cause).__name__}: {cause}", file=sys.stderr, flush=True)
-        return 1
+        return say_why(error)
     return 0
 
 

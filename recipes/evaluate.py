@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import sys
 import tempfile
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,10 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from a3po_megatron.config.load import to_yaml
-from a3po_megatron.controller.waiting import first_cause
-from a3po_megatron.errors import UserError, exit_on_user_error
+from a3po_megatron.errors import exit_on_user_error, say_why
 from a3po_megatron.evaluate import build
-from a3po_megatron.evaluate.own_servers import Stopped
+from a3po_megatron.evaluate.own_servers import EvaluationStopped
 from a3po_megatron.evaluate.progress import ResponseProgress
 from a3po_megatron.evaluate.report import table_of, versions_line, write_files
 from a3po_megatron.evaluate.result import Result
@@ -50,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     job = build.prepare(config, target)
     try:
         result, time_s = evaluate(job)
-    except Stopped as ending:
+    except EvaluationStopped as ending:
         print(f"error: {ending}", file=sys.stderr, flush=True)
         return ending.exit_code
     except Exception as error:
@@ -94,17 +92,6 @@ def show(result: Result, folder: Path) -> None:
     Console(width=max(Console().width, 20 * len(head))).print(table)  # figures are not to be cut
     print(versions_line(result))
     print(f"{folder}/report.json  {folder}/report.md  {folder}/samples.jsonl")
-
-
-def say_why(error: Exception) -> int:
-    """Print what ended the evaluation, its reason last, and return the exit code."""
-    cause = first_cause(error)
-    if isinstance(cause, UserError):
-        raise cause from None
-    if type(cause).__module__.partition(".")[0] != "a3po_megatron" and not isinstance(cause, TimeoutError):
-        traceback.print_exception(cause)  # ours say all there is to say in one line
-    print(f"error: {cause}", file=sys.stderr, flush=True)
-    return 1
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from a3po_megatron.config.schema import TrainConfig
 from a3po_megatron.errors import exit_on_user_error
 from a3po_megatron.estimate.plan import GB
 from a3po_megatron.launch import node_facts
-from a3po_megatron.launch.cluster import Cluster, check_cluster, describe, memory_of, num_ports
-from a3po_megatron.launch.run_folder import check_run, open_run_folder
+from a3po_megatron.launch.cluster import JobNodes, check_cluster, describe, memory_of, num_ports
+from a3po_megatron.launch.run_folder import check_before_start, open_run_folder
 
 TABLE_WIDTH = 100  # where no terminal tells
 
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     # The job chooses the controller's port itself, once it has seen which are free.
     config = load_config(TrainConfig, options.config, [*options.overrides, f"controller.port={node_facts.LOWEST_PORT}"])
-    cluster = Cluster(
+    cluster = JobNodes(
         _names(options.actor_nodes), _names(options.rollout_nodes), options.actor_ranks_per_node, options.gpus_per_node
     )
     if options.command == "node":
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     check_cluster(cluster, config)
     if options.command == "plan":
-        check_run(config)
+        check_before_start(config)
         rows = describe(cluster, config)
         if cluster.gpus_per_node:
             rows += memory_of(config, read_model_shape(config.model.path), options.gpu_memory_gb * GB)

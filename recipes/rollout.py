@@ -16,7 +16,7 @@ from a3po_megatron.config.schema import TrainConfig
 from a3po_megatron.errors import exit_on_user_error
 from a3po_megatron.rollout.controller_link import ControllerLink
 from a3po_megatron.rollout.sampling import check_rollout
-from a3po_megatron.rollout.server_args import choose_device
+from a3po_megatron.rollout.server_args import server_device
 from a3po_megatron.rollout.supervisor import Supervisor, SupervisorFailed
 from a3po_megatron.run_token import read_run_token
 
@@ -42,7 +42,7 @@ def main() -> int:
         controller=ControllerLink(arguments.controller, token, timeout_s=config.rollout.control_timeout_s),
         log_dir=arguments.log_dir or run_dir / "logs",
         node=arguments.node,
-        device=choose_device(config.rollout),
+        device=server_device(config.rollout),
         say=lambda line: print(f"rollout: {line}", flush=True),
     )
     try:

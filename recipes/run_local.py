@@ -19,7 +19,7 @@ from a3po_megatron.config.schema import TrainConfig
 from a3po_megatron.errors import exit_on_user_error
 from a3po_megatron.launch import local
 from a3po_megatron.launch.ports import free_port
-from a3po_megatron.launch.run_folder import check_run
+from a3po_megatron.launch.run_folder import check_before_start
 from a3po_megatron.observe.progress import Progress
 from a3po_megatron.observe.report import Report
 
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--print-config", action="store_true", help="print the resolved settings and stop")
     options = parser.parse_intermixed_args(arguments)
     config, for_roles = resolve(options.config, options.overrides)
-    check_run(config)
+    check_before_start(config)
     if options.print_config:
         print(to_yaml(config), end="")
         return 0

@@ -23,7 +23,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.rollout.client import PartialGeneration
 from a3po_megatron.rollout.fleet import Fleet
 from a3po_megatron.rollout.garbage import collect_rarely

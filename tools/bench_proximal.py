@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from a3po_megatron.config.actor import ActorConfig, OptimizerConfig
+from a3po_megatron.config.algorithm import AlgorithmConfig
 from a3po_megatron.config.model_shape import ModelShape, read_model_shape
-from a3po_megatron.config.schema import ActorConfig, AlgorithmConfig, ModelConfig, OptimizerConfig
+from a3po_megatron.config.schema import ModelConfig
 from a3po_megatron.errors import exit_on_user_error
 from a3po_megatron.launch.ranks import become_only_rank
 from a3po_megatron.records import Batch, Sample

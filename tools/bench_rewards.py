@@ -5,7 +5,7 @@ import json
 import sys
 import time
 
-from a3po_megatron.config.schema import RewardPoolConfig
+from a3po_megatron.config.reward import RewardPoolConfig
 from a3po_megatron.reward.judge import MathSettings
 from a3po_megatron.reward.pool import WorkerPool
 from a3po_megatron.reward.worker import Request

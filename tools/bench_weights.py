@@ -159,7 +159,7 @@ class FleetLink:
     """The controller's part of a publication: a fleet in a thread of this process."""
 
     def __init__(self, folder: Path, bucket_bytes: int, replicas: list[str]) -> None:
-        from a3po_megatron.config.schema import RolloutConfig
+        from a3po_megatron.config.rollout import RolloutConfig
         from a3po_megatron.rollout.fleet import Fleet
 
         self._loop = asyncio.new_event_loop()
@@ -197,7 +197,8 @@ class FleetLink:
 def run_rank(case: Case, arguments: argparse.Namespace) -> None:
     """Be one rank: publish some versions; rank 0 measures."""
     from a3po_megatron.actor import device
-    from a3po_megatron.config.schema import ActorConfig, ModelConfig, OptimizerConfig
+    from a3po_megatron.config.actor import ActorConfig, OptimizerConfig
+    from a3po_megatron.config.schema import ModelConfig
 
     settings = ActorConfig(device="cpu", tensor_parallel=case.tensor_parallel, pipeline_parallel=case.pipeline_parallel)
     device.start(settings)  # before the import of megatron below
@@ -211,7 +212,7 @@ def run_rank(case: Case, arguments: argparse.Namespace) -> None:
     is_first = os.environ["RANK"] == "0"
     link = FleetLink(arguments.folder, arguments.bucket_bytes, arguments.replicas) if is_first else None
     control = ControlGroup(600.0)
-    from a3po_megatron.config.schema import RolloutConfig
+    from a3po_megatron.config.rollout import RolloutConfig
 
     publisher = Publisher(actor, control, link.config if link else RolloutConfig(), link)
     if link is None:

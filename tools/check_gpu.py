@@ -24,8 +24,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # of this checkout, from whichever folder it is started
 import numpy as np
 
+from a3po_megatron.config.actor import ActorConfig, OptimizerConfig
+from a3po_megatron.config.algorithm import AlgorithmConfig
 from a3po_megatron.config.model_shape import ModelShape, read_model_shape
-from a3po_megatron.config.schema import ActorConfig, AlgorithmConfig, ModelConfig, OptimizerConfig
+from a3po_megatron.config.schema import ModelConfig
 from a3po_megatron.errors import exit_on_user_error
 from a3po_megatron.estimate.flops import model_flops
 from a3po_megatron.estimate.memory import actor_memory

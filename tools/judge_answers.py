@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from a3po_megatron.config.schema import RewardPoolConfig
+from a3po_megatron.config.reward import RewardPoolConfig
 from a3po_megatron.errors import UserError, exit_on_user_error
 from a3po_megatron.records import Verdict
 from a3po_megatron.reward.extract import CONVENTIONS

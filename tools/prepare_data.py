@@ -3,7 +3,7 @@
     python tools/prepare_data.py OUT.jsonl train.dapo={} train.gsm8k={} evaluation.math500={} evaluation.aime24={}
     python tools/prepare_data.py OUT.jsonl --config configs/RUN.yaml
 
-Settings are those of a run's `data` section (a3po_megatron/config/schema.py): here without `data.` in front, or with
+Settings are those of a run's `data` section (a3po_megatron/config/data.py): here without `data.` in front, or with
 `--config` those of a run's file. OUT.jsonl has the fields id, problem, answer, source; a run reads it with
 `data.train.NAME={kind: columns, path: OUT.jsonl, problem_column: problem, answer_column: answer, id_column: id}`.
 The report is printed and written to OUT.report.json.
@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from a3po_megatron.config.data import DataConfig
 from a3po_megatron.config.load import load_config
-from a3po_megatron.config.schema import DataConfig, TrainConfig
+from a3po_megatron.config.schema import TrainConfig
 from a3po_megatron.data.check import check_data
 from a3po_megatron.data.load import CleanData, load_clean
 from a3po_megatron.errors import UserError, exit_on_user_error

@@ -1,6 +1,6 @@
 """The actor of one rank: model chunks, optimizer and schedule, and the things one can ask of them.
 
-    train_step(sequences, loss) -> report      one optimizer step, in five verbs
+    train_step(sequences, loss) -> result      one optimizer step, in five verbs
     logprobs(sequences)                        forward only
     logprobs_by_step(steps)                    forward only, once for several steps to come
     export_weights()                           a stream of (Hugging Face name, whole tensor)
@@ -42,12 +42,13 @@ from a3po_megatron.actor.routing import by_sequence, recorded_routing
 from a3po_megatron.actor.weights_folder import open_weights
 from a3po_megatron.batching.balance import sequence_cost
 from a3po_megatron.batching.packing import Microbatch, TokenSequence, make_microbatches
+from a3po_megatron.config.actor import ActorConfig, OptimizerConfig
 from a3po_megatron.config.model_shape import ModelShape
-from a3po_megatron.config.schema import ActorConfig, ModelConfig, OptimizerConfig
+from a3po_megatron.config.schema import ModelConfig
 
 
 @dataclass(frozen=True)
-class StepReport:
+class StepResult:
     """What one optimizer step was like; the same on every rank."""
 
     loss: float  # mean over the trainable tokens of the step, or over its sequences
@@ -92,7 +93,7 @@ class Actor:
         self._head = make_head(actor, temperature)
         self._cost = sequence_cost(shape)
 
-    def train_step(self, sequences: Sequence[TokenSequence], loss: pipeline.Loss) -> StepReport:
+    def train_step(self, sequences: Sequence[TokenSequence], loss: pipeline.Loss) -> StepResult:
         """Take one optimizer step on `sequences`.
 
         Raises NonFiniteError, with nothing updated, when the loss or a gradient is not finite; it names the sample.
@@ -111,7 +112,7 @@ class Actor:
         clip_gradients(self.optimizer, self.optimizer_settings.clip_grad, grad_norm)
         self._update()
 
-        return StepReport(
+        return StepResult(
             loss=totals.pop("loss") / (num_tokens if loss.counts == "tokens" else num_sequences),
             num_tokens=num_tokens,
             grad_norm=grad_norm,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from a3po_megatron.actor import parallel
-from a3po_megatron.actor.actor import Actor, StepReport
+from a3po_megatron.actor.actor import Actor, StepResult
 from a3po_megatron.actor.nonfinite import NonFiniteError
 from a3po_megatron.actor.objective import build_adaptive, build_policy_loss, build_proximal
 from a3po_megatron.actor.reference import ReferenceWeights
@@ -30,7 +30,7 @@ from a3po_megatron.batching.minibatches import (
     with_logprobs,
 )
 from a3po_megatron.batching.packing import TokenSequence
-from a3po_megatron.config.schema import AlgorithmConfig
+from a3po_megatron.config.algorithm import AlgorithmConfig
 from a3po_megatron.objective.adaptive import AdaptiveState
 from a3po_megatron.objective.alpha import StepContext
 from a3po_megatron.objective.metrics import FRESH_GAP, FRESH_GAP_MAX, FRESH_KL, add_up, figures
@@ -74,12 +74,12 @@ class BatchStep:
         losses = self._losses(len(minibatches))
 
         minibatches, pass_s = self._with_other_policies(minibatches, losses)
-        reports = [
+        results = [
             self._step(minibatches[index % len(minibatches)], loss, version) for index, loss in enumerate(losses)
         ]
         interpolation_s = self._actor.add_up(self._proximal_time.take_s()) / self._actor.place.dp_size
         row: Row = {
-            **batch_metrics(reports, whole),
+            **trained_metrics(results, whole),
             "forward_passes": self._actor.num_forward_passes - passes_before,
             # of one data-parallel rank, of `time/step_s`
             "time/prox_s": pass_s.get("proximal_logprobs", interpolation_s),
@@ -152,7 +152,7 @@ class BatchStep:
         masks = iter(correction_masks(sequences, known, self._algorithm.m2po_threshold))
         return [[with_correction(sequence, next(masks)) for sequence in minibatch] for minibatch in minibatches]
 
-    def _step(self, minibatch: Sequence[TokenSequence], loss: PolicyLoss, version: int) -> StepReport:
+    def _step(self, minibatch: Sequence[TokenSequence], loss: PolicyLoss, version: int) -> StepResult:
         try:
             return self._actor.train_step(minibatch, loss)
         except NonFiniteError as error:
@@ -168,31 +168,31 @@ class BatchStep:
         return {"alpha/strength": state.strength}
 
 
-def batch_metrics(reports: Sequence[StepReport], whole: TrainingBatch) -> Row:
+def trained_metrics(results: Sequence[StepResult], whole: TrainingBatch) -> Row:
     """Combine the optimizer steps of a batch: `loss` and `grad_norm` are means over steps, the rest is over tokens.
 
     `parity/...` compares trainer and rollout engine on fresh tokens. It is from the first step, where the weights are
     still those that sampled them; None where there are none. Without any step, what would be a mean is None or left out.
     """
-    staleness, num_tokens = whole.staleness, sum(report.num_tokens for report in reports)
+    staleness, num_tokens = whole.staleness, sum(result.num_tokens for result in results)
     row: Row = {
-        "optimizer_steps": len(reports),
+        "optimizer_steps": len(results),
         "tokens": num_tokens,
         "samples/empty": whole.num_empty,
         "samples/filtered": whole.num_filtered,
         "staleness/masked_tokens": whole.num_overdue,
         "staleness/masked_newer_tokens": whole.num_newer,
     }
-    if not reports:
+    if not results:
         return {**row, "loss": None, "grad_norm": None, "lr": None, "parity/logprob_max_abs": None}
-    first = figures(reports[0].totals, reports[0].num_tokens)
-    policy = figures(add_up([report.totals for report in reports]), num_tokens)
+    first = figures(results[0].totals, results[0].num_tokens)
+    policy = figures(add_up([result.totals for result in results]), num_tokens)
     return {
         **row,
         **{name: value for name, value in policy.items() if name not in (FRESH_GAP_MAX, FRESH_GAP, FRESH_KL)},
-        "loss": sum(report.loss for report in reports) / len(reports),
-        "grad_norm": sum(report.grad_norm for report in reports) / len(reports),
-        "lr": reports[-1].lr,
+        "loss": sum(result.loss for result in results) / len(results),
+        "grad_norm": sum(result.grad_norm for result in results) / len(results),
+        "lr": results[-1].lr,
         "parity/logprob_max_abs": first[FRESH_GAP_MAX],
         "parity/logprob_mean_abs": first[FRESH_GAP],
         "parity/kl": first[FRESH_KL],

@@ -23,7 +23,7 @@ from a3po_megatron.actor.actor import Actor
 from a3po_megatron.actor.checkpoint_reading import load_plain, restricted_reading
 from a3po_megatron.actor.random_state import collect_random_state, restore_random_state
 from a3po_megatron.checkpoint_folder import check_complete
-from a3po_megatron.config.schema import OptimizerConfig
+from a3po_megatron.config.actor import OptimizerConfig
 from a3po_megatron.errors import UserError
 
 OBJECTIVE = "objective.json"

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from a3po_megatron.config.schema import ControllerConfig
+from a3po_megatron.config.controller import ControllerConfig
 
 FAILED = b"failed"
 SLACK_S = 300.0  # for connecting, and what an answer takes beyond the wait that the controller ends

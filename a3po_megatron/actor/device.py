@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from a3po_megatron.config.schema import ActorConfig
+from a3po_megatron.config.actor import ActorConfig
 from a3po_megatron.errors import UserError
 
 # They warn once a rank about what is chosen on purpose here: no CUDA, GPTModel, the synchronous save.

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from a3po_megatron.actor.hf_mapping import hf_shapes
-from a3po_megatron.actor.safetensors_bytes import Place, same_content
+from a3po_megatron.actor.safetensors_bytes import TensorInFile, same_content
 from a3po_megatron.actor.safetensors_writer import (
     DTYPES,
     INDEX_FILE,
     MAX_SHARD_BYTES,
     SINGLE_FILE,
-    TensorSpec,
+    TensorType,
     write_safetensors,
 )
 from a3po_megatron.config.model_shape import ModelShape
@@ -49,7 +49,7 @@ class HFFolder:
         with safe_open(self._file_of[name], framework="pt") as file:
             return file.get_tensor(name)
 
-    def specs(self) -> dict[str, TensorSpec]:
+    def specs(self) -> dict[str, TensorType]:
         """Return the type and shape of each tensor, in model order. Raises UserError for a type that weights do not have."""
         names = {code: name for name, (code, _) in DTYPES.items()}
         specs = {}
@@ -59,7 +59,7 @@ class HFFolder:
                     code = file.get_slice(name).get_dtype()
                     if code not in names:
                         raise UserError(f"{path}: {name} is of type {code}; expected {', '.join(names)}")
-                    specs[name] = TensorSpec(names[code], tuple(file.get_slice(name).get_shape()))
+                    specs[name] = TensorType(names[code], tuple(file.get_slice(name).get_shape()))
         return {name: specs[name] for name in hf_shapes(self.shape)}
 
     def _by_file(self, names: Iterable[str]) -> dict[Path, list[str]]:
@@ -87,7 +87,9 @@ class HFFolder:
         """Refuse an output layer of its own where config.json ties it: transformers would use it, megatron has no place for it."""
         if not self.shape.tie_word_embeddings or OUTPUT not in self._file_of:
             return
-        if not same_content(Place(self._file_of[OUTPUT], OUTPUT), Place(self._file_of[EMBEDDING], EMBEDDING)):
+        if not same_content(
+            TensorInFile(self._file_of[OUTPUT], OUTPUT), TensorInFile(self._file_of[EMBEDDING], EMBEDDING)
+        ):
             raise UserError(
                 f"{self._file_of[OUTPUT]}: {OUTPUT} is not {EMBEDDING}, but config.json says tie_word_embeddings=true; "
                 "set it to false there, or remove the tensor"
@@ -96,7 +98,7 @@ class HFFolder:
 
 def write_hf_folder(
     tensors: Iterable[tuple[str, "Tensor"]],
-    specs: Mapping[str, TensorSpec],
+    specs: Mapping[str, TensorType],
     source: Path,
     destination: Path,
     max_shard_bytes: int = MAX_SHARD_BYTES,

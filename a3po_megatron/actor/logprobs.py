@@ -18,7 +18,7 @@ from torch import Tensor
 
 from a3po_megatron.actor import token_head
 from a3po_megatron.actor.token_head import TokenHead, VocabularyPart
-from a3po_megatron.config.schema import ActorConfig
+from a3po_megatron.config.actor import ActorConfig
 
 
 class TokenOutput(NamedTuple):

@@ -19,7 +19,7 @@ from a3po_megatron.actor import hf_layout
 from a3po_megatron.actor.checkpoint_reading import load_plain, read_metadata
 from a3po_megatron.actor.hf_mapping import hf_shapes
 from a3po_megatron.actor.megatron_keys import COMMON_KEY, WRAPPER, Entry, entries, what_else
-from a3po_megatron.actor.safetensors_writer import TensorSpec
+from a3po_megatron.actor.safetensors_writer import TensorType
 from a3po_megatron.checkpoint_folder import MARKER, check_complete
 from a3po_megatron.config.model_shape import ModelShape
 from a3po_megatron.errors import UserError
@@ -58,10 +58,10 @@ class MegatronFolder:
         self._chunks = _by_slice(stored_chunks(self._metadata, wrapper), self._entry_of.values())
         self._last: tuple[Entry, list[Tensor]] | None = None
 
-    def specs(self) -> dict[str, TensorSpec]:
+    def specs(self) -> dict[str, TensorType]:
         """Return what each Hugging Face tensor will be, in model order."""
         return {
-            name: TensorSpec(_dtype_name(self._tensors[self._entry_of[name].key]), size)
+            name: TensorType(_dtype_name(self._tensors[self._entry_of[name].key]), size)
             for name, size in hf_shapes(self.shape).items()
         }
 

@@ -11,8 +11,8 @@ from torch.nn.functional import silu
 
 from a3po_megatron.actor.kernels import Kernels
 from a3po_megatron.actor.layers import layer_spec, norm_class
+from a3po_megatron.config.actor import ActorConfig
 from a3po_megatron.config.model_shape import Llama3Rope, ModelShape
-from a3po_megatron.config.schema import ActorConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

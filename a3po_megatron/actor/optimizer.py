@@ -12,7 +12,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
-from a3po_megatron.config.schema import ActorConfig, OptimizerConfig
+from a3po_megatron.config.actor import ActorConfig, OptimizerConfig
 
 
 def wrap_chunks(

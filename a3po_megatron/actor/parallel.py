@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from a3po_megatron.config.schema import ActorConfig
+from a3po_megatron.config.actor import ActorConfig
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch.distributed as dist
 
-from a3po_megatron.actor.actor import Actor, StepReport
+from a3po_megatron.actor.actor import Actor, StepResult
 from a3po_megatron.actor.checkpoint import load_checkpoint
 from a3po_megatron.actor.checkpoint_writer import CheckpointWriter
 from a3po_megatron.actor.export import export_hf_folder
@@ -119,7 +119,7 @@ class RunLog:
         self.progress.start()
         self.began = time.monotonic()
 
-    def row(self, step: int, report: StepReport, accuracy: float | None) -> None:
+    def row(self, step: int, report: StepResult, accuracy: float | None) -> None:
         """Append one step's row and move the bar."""
         assert self.progress is not None
         row = {

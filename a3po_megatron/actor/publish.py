@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from a3po_megatron.actor.actor import Actor
 from a3po_megatron.actor.control import ControlGroup
 from a3po_megatron.actor.hf_mapping import hf_shapes
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.controller.link import ControllerError
 from a3po_megatron.controller.messages import PublicationSent, WeightManifest
 from a3po_megatron.rollout.buckets import TensorSpec, manifest_of
@@ -26,7 +26,7 @@ from a3po_megatron.rollout.weight_sender import Sent, WeightSender
 SEND = b"send"  # rank 0's word to the others: walk through the export
 
 
-class PublicationError(RuntimeError):
+class NotPublishable(RuntimeError):
     """The weights could not be sent and sending again is of no use; one line that says why."""
 
 
@@ -58,7 +58,7 @@ class Publisher:
         """Bring the fleet to the current weights under the name `version`. Collective.
 
         Sends again as long as the controller asks for it. Returns, on rank 0, the seconds that the controller waited for an
-        evaluation or older groups first. Raises PublicationError or ControllerError on rank 0; the others wait for
+        evaluation or older groups first. Raises NotPublishable or ControllerError on rank 0; the others wait for
         a word.
         """
         if self._link is None:
@@ -104,7 +104,7 @@ class Publisher:
         except ControllerError as known:  # it hears from the receivers
             if not message.error:
                 raise
-            raise PublicationError(f"publication of version {message.version}: {message.error}; {known}") from known
+            raise NotPublishable(f"publication of version {message.version}: {message.error}; {known}") from known
 
     def _attempt(self, version: int, plan: dict[str, Any]) -> Sent:
         """Join the group if it is new, and send."""
@@ -136,7 +136,7 @@ class Publisher:
 
     def _say_not_kept(self, version: int, reason: str) -> None:
         if self._transfer == "file":
-            raise PublicationError(f"version {version} could not be written (rollout.weight_transfer=file): {reason}")
+            raise NotPublishable(f"version {version} could not be written (rollout.weight_transfer=file): {reason}")
         print(
             f"actor: version {version} is not kept as files ({reason}): a replica that restarts waits for the next one",
             flush=True,

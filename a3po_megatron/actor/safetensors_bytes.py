@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 CHUNK_BYTES = 16 << 20
 
 
-class Place(NamedTuple):
+class TensorInFile(NamedTuple):
     """A tensor in a file that safetensors has opened before: its header is sound."""
 
     path: Path
     name: str
 
 
-def same_content(first: Place, second: Place) -> bool:
+def same_content(first: TensorInFile, second: TensorInFile) -> bool:
     """Whether two tensors have the same type, shape and bits."""
     (begin, *what), (other_begin, *other_what) = _place(first), _place(second)
     if what != other_what:
@@ -31,7 +31,7 @@ def same_content(first: Place, second: Place) -> bool:
     return True
 
 
-def _place(tensor: Place) -> tuple[Any, ...]:
+def _place(tensor: TensorInFile) -> tuple[Any, ...]:
     """Return where the bytes begin, how many they are, type and shape."""
     with tensor.path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

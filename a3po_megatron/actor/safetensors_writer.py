@@ -21,7 +21,7 @@ MAX_SHARD_BYTES = 4 << 30
 DTYPES = {"float64": ("F64", 8), "float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
 
 
-class TensorSpec(NamedTuple):
+class TensorType(NamedTuple):
     """What a tensor will be."""
 
     dtype: str  # torch's name
@@ -36,7 +36,7 @@ class TensorSpec(NamedTuple):
 
 
 def write_safetensors(
-    tensors: Iterable[tuple[str, "Tensor"]], specs: Mapping[str, TensorSpec], folder: Path, max_shard_bytes: int
+    tensors: Iterable[tuple[str, "Tensor"]], specs: Mapping[str, TensorType], folder: Path, max_shard_bytes: int
 ) -> None:
     """Write `tensors`, which come in the order of `specs`, as one file, or as several of at most `max_shard_bytes` and an index."""
     shards = _split(specs, max_shard_bytes)
@@ -52,7 +52,7 @@ def write_safetensors(
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
 
 
-def _split(specs: Mapping[str, TensorSpec], max_bytes: int) -> list[list[str]]:
+def _split(specs: Mapping[str, TensorType], max_bytes: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     held = 0
     for name, spec in specs.items():
@@ -64,7 +64,7 @@ def _split(specs: Mapping[str, TensorSpec], max_bytes: int) -> list[list[str]]:
     return shards
 
 
-def _write_file(path: Path, stream: Iterable[tuple[str, "Tensor"]], specs: Mapping[str, TensorSpec]) -> None:
+def _write_file(path: Path, stream: Iterable[tuple[str, "Tensor"]], specs: Mapping[str, TensorType]) -> None:
     import torch
 
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}

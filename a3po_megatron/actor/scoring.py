@@ -20,8 +20,8 @@ from a3po_megatron.actor.logprobs import make_head, token_logprobs
 from a3po_megatron.actor.megatron_keys import what_else
 from a3po_megatron.actor.model import build_chunks, transformer_config
 from a3po_megatron.batching.packing import TokenSequence, make_microbatches
+from a3po_megatron.config.actor import ActorConfig
 from a3po_megatron.config.model_shape import ModelShape
-from a3po_megatron.config.schema import ActorConfig
 from a3po_megatron.errors import UserError
 
 # On a CPU everywhere: what it is compared with is computed there, and a GPU sums in another order.

@@ -20,7 +20,7 @@ from a3po_megatron.actor.checkpoint_writer import CheckpointWriter
 from a3po_megatron.actor.control import ControlGroup, RunFailed, longest_wait_s
 from a3po_megatron.actor.export import export_hf_folder
 from a3po_megatron.actor.nonfinite import NonFiniteError
-from a3po_megatron.actor.publish import PublicationError, PublicationLink, Publisher
+from a3po_megatron.actor.publish import NotPublishable, PublicationLink, Publisher
 from a3po_megatron.config.model_shape import ModelShape
 from a3po_megatron.config.schema import TrainConfig
 from a3po_megatron.controller.link import ControllerError, PublishAgain
@@ -46,7 +46,7 @@ def train(config: TrainConfig, shape: ModelShape, link: Link | None) -> int:
     """Train until the controller says that the run is over; write checkpoint and model; return the last version.
 
     Collective. `link` on rank 0, None on the others. Raises NonFiniteError without advancing the version, and where the
-    controller fails ControllerError or PublicationError on rank 0, RunFailed on the others; a save under way is finished first.
+    controller fails ControllerError or NotPublishable on rank 0, RunFailed on the others; a save under way is finished first.
     """
     actor = Actor(shape, config.model, config.actor, config.optimizer, config.run.seed, config.rollout.temperature)
     if link:
@@ -56,7 +56,7 @@ def train(config: TrainConfig, shape: ModelShape, link: Link | None) -> int:
     batch_step = BatchStep(actor, config.algorithm, config.controller.max_staleness, config.run.seed)
     writer = CheckpointWriter(actor, Path(config.run.dir) / "checkpoints", config.run)
     # Rank 0 alone hears of the controller's failure, while the others wait for its next word.
-    of_rank_0 = (ControllerError, PublicationError)
+    of_rank_0 = (ControllerError, NotPublishable)
     with writer.finished_before(NonFiniteError, RunFailed, *of_rank_0), control.told_of(*of_rank_0):
         version = _train_batches(config, control, link, publisher, batch_step, writer)
     if has_stepped(actor) and writer.last_step != version:

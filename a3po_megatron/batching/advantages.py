@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from a3po_megatron.config.schema import AdvantageConfig
+from a3po_megatron.config.controller import AdvantageConfig
 from a3po_megatron.records import Bool, Float32, Group
 
 # Rewards that differ by less are equal up to rounding (0.35 in float32 leaves residues near 1e-8, a sum of several such

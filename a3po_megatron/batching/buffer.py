@@ -1,16 +1,8 @@
-"""Finished groups that wait for a training step, and what is older than the staleness bound.
-
-The bound is kept twice. At admission (`controller/admission.py`) no group is started that would have to wait for longer
-than `max_staleness` versions. At consumption (`overdue_tokens`, here) tokens that got too old all the same, because
-their group ran for longer than its neighbours, are counted; the actor masks them. A group is never dropped for its age:
-the slow ones are the long answers, and dropping them would bias training against hard problems.
-"""
+"""Finished groups that wait for a training step."""
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from a3po_megatron.records import Group, Sample
+from a3po_megatron.records import Group
 
 
 class GroupBuffer:
@@ -52,13 +44,3 @@ class GroupBuffer:
             return wanted if all(index in self._groups for index in wanted) else None
         oldest = sorted(self._groups)[: self._groups_per_batch]
         return oldest if len(oldest) == self._groups_per_batch else None
-
-
-def staleness(samples: Sequence[Sample], version: int) -> np.ndarray:
-    """Return d = version - (version that sampled the token) of all response tokens, end to end [tokens]."""
-    return version - np.concatenate([sample.versions for sample in samples])
-
-
-def overdue_tokens(samples: Sequence[Sample], version: int, max_staleness: int) -> int:
-    """Return how many response tokens are older than the bound in a batch that is trained at `version`."""
-    return int((staleness(samples, version) > max_staleness).sum())

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from a3po_megatron.batching.packing import TokenSequence
+from a3po_megatron.batching.staleness import is_overdue, staleness
 from a3po_megatron.records import Batch, Bool, Sample
 
 
@@ -40,8 +41,8 @@ def training_batch(batch: Batch, version: int, max_staleness: int, mask_newer: b
     sequences, num_overdue, num_newer = [], 0, 0
     for index, sample in enumerate(batch.samples):
         if len(sample.response_ids):
-            overdue = version - sample.versions > max_staleness
-            newer = (sample.versions > version) & mask_newer
+            overdue = is_overdue(sample, version, max_staleness)
+            newer = (staleness(sample, version) < 0) & mask_newer
             num_overdue += int(overdue.sum())
             num_newer += int(newer.sum())
             name = f"sample {index} of the batch (problem {sample.problem_id!r})"
@@ -87,7 +88,6 @@ def with_correction(sequence: TokenSequence, kept: Bool) -> TokenSequence:
 
 def _sequence(name: str, sample: Sample, advantage: float, version: int, trainable: Bool) -> TokenSequence:
     num_prompt, num_response = len(sample.prompt_ids), len(sample.response_ids)
-    staleness = version - sample.versions.astype(np.int32)
 
     def behind_prompt[T: np.generic](values: NDArray[T]) -> NDArray[T]:
         return np.concatenate([np.zeros(num_prompt, values.dtype), values])
@@ -98,7 +98,7 @@ def _sequence(name: str, sample: Sample, advantage: float, version: int, trainab
         fields={
             "advantages": behind_prompt(np.full(num_response, advantage, np.float32)),
             "behavior_logprobs": behind_prompt(sample.behavior_logprobs.astype(np.float32)),
-            "staleness": behind_prompt(staleness),
+            "staleness": behind_prompt(staleness(sample, version)),
             "sequence_tokens": np.full(num_prompt + num_response, trainable.sum(), np.int32),
         },
         name=name,

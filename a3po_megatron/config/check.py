@@ -1,16 +1,11 @@
 """The one validation pass: refuses settings that contradict each other or the model. Changes nothing."""
 
+from a3po_megatron.config.actor import OptimizerConfig
 from a3po_megatron.config.check_actor import at_least, check_actor
 from a3po_megatron.config.check_algorithm import check_algorithm
+from a3po_megatron.config.data import ArithmeticTaskConfig
 from a3po_megatron.config.model_shape import ModelShape
-from a3po_megatron.config.schema import (
-    ArithmeticTaskConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PretrainConfig,
-    RunConfig,
-    TrainConfig,
-)
+from a3po_megatron.config.schema import ModelConfig, PretrainConfig, RunConfig, TrainConfig
 from a3po_megatron.errors import UserError
 
 ARITHMETIC_VOCABULARY = 14  # token ids that data/arithmetic.py uses; a test holds the two together

@@ -1,7 +1,7 @@
 """Validation of the actor's layout against itself and the model. Changes nothing."""
 
+from a3po_megatron.config.actor import ActorConfig
 from a3po_megatron.config.model_shape import ModelShape
-from a3po_megatron.config.schema import ActorConfig
 from a3po_megatron.errors import UserError
 
 

@@ -3,7 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from a3po_megatron.config.schema import DataConfig, RewardConfig, RolloutConfig
+from a3po_megatron.config.data import DataConfig
+from a3po_megatron.config.reward import RewardConfig
+from a3po_megatron.config.rollout import RolloutConfig
 
 
 @dataclass(frozen=True)

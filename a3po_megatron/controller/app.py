@@ -6,7 +6,7 @@ message of this route, 504 a wait passed its deadline, 500 anything else (its tr
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from a3po_megatron import wire
 from a3po_megatron.controller import messages
 from a3po_megatron.controller.loop import PUBLISH_AGAIN, Controller, RunOver
 from a3po_megatron.controller.publishing import Refused
-from a3po_megatron.run_token import bears_token
+from a3po_megatron.rollout.middleware import RequireToken
 
 MSGPACK = "application/msgpack"
 ERROR_STATUS = {
@@ -126,28 +126,6 @@ def _add_actor_routes(app: FastAPI, controller: Controller) -> None:
     async def done(request: Request) -> Response:
         controller.actor_is_done(wire.decode(await request.body(), messages.RunDone).reason)
         return _msgpack({})
-
-
-class RequireToken:
-    """ASGI middleware: only `Authorization: Bearer TOKEN` passes, whatever the route and method."""
-
-    def __init__(self, app: Any, token: str) -> None:
-        self._app = app
-        self._token = token
-
-    async def __call__(
-        self,
-        scope: MutableMapping[str, Any],
-        receive: Callable[[], Awaitable[MutableMapping[str, Any]]],
-        send: Callable[[MutableMapping[str, Any]], Awaitable[None]],
-    ) -> None:
-        """Pass the request on or answer 401, in time that does not depend on how much of the token is right."""
-        if scope["type"] == "lifespan" or bears_token(scope["headers"], self._token):
-            await self._app(scope, receive, send)
-        elif scope["type"] == "http":
-            await _failure(401, "the run's token is missing or wrong")(scope, receive, send)
-        else:
-            await send({"type": "websocket.close", "code": 1008, "reason": "there are no websockets here"})
 
 
 def _answer_with(status_code: int) -> Callable[[Request, Exception], Awaitable[Response]]:

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from a3po_megatron.config.controller import ControllerConfig
 from a3po_megatron.config.model_shape import read_model_shape
-from a3po_megatron.config.schema import ControllerConfig, RolloutConfig, TrainConfig
+from a3po_megatron.config.rollout import RolloutConfig
+from a3po_megatron.config.schema import TrainConfig
 from a3po_megatron.controller.loop import Controller
 from a3po_megatron.controller.parts import Parts
 from a3po_megatron.controller.rows import RunFiles

@@ -12,10 +12,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from a3po_megatron.config.schema import ControllerConfig
+from a3po_megatron.config.controller import ControllerConfig
 from a3po_megatron.controller.parts import Parts
 from a3po_megatron.evaluate.check import ks_of
-from a3po_megatron.evaluate.loop import Plan, answer_problems
+from a3po_megatron.evaluate.loop import EvaluationPlan, answer_problems
 from a3po_megatron.evaluate.result import Result, result_of
 
 
@@ -82,7 +82,7 @@ class Evaluations:
         self._running = False
         self._unreported: Evaluation | None = None
         self._ks = ks_of(config.eval_pass_k, config.eval_samples)
-        self._plan = Plan(
+        self._plan = EvaluationPlan(
             parts.evaluation_sampling,
             config.eval_samples,
             config.max_concurrent_evals,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from a3po_megatron.batching.advantages import batch_advantages
-from a3po_megatron.config.schema import AdvantageConfig
+from a3po_megatron.config.controller import AdvantageConfig
 from a3po_megatron.data.source import Draw
 from a3po_megatron.records import Batch, Float32, Group, Problem, Sample
 from a3po_megatron.reward.base import Reward

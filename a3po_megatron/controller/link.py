@@ -19,7 +19,7 @@ import msgspec
 
 from a3po_megatron import wire
 from a3po_megatron.config.address import url_of
-from a3po_megatron.config.schema import ControllerConfig
+from a3po_megatron.config.controller import ControllerConfig
 from a3po_megatron.controller import messages
 from a3po_megatron.records import Batch
 

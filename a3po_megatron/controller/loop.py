@@ -22,7 +22,7 @@ import time
 from typing import Any, Literal
 
 from a3po_megatron.batching.buffer import GroupBuffer
-from a3po_megatron.config.schema import ControllerConfig
+from a3po_megatron.config.controller import ControllerConfig
 from a3po_megatron.controller.admission import Admission
 from a3po_megatron.controller.evaluation import Evaluations
 from a3po_megatron.controller.groups import RunningGroup, Straggler, batch_of, generate_group
@@ -30,7 +30,7 @@ from a3po_megatron.controller.messages import PublicationSent, StepReport, Weigh
 from a3po_megatron.controller.parts import Parts
 from a3po_megatron.controller.places import Places
 from a3po_megatron.controller.publishing import Publishing, Refused
-from a3po_megatron.controller.rows import StepMetrics, batch_metrics, progress_line
+from a3po_megatron.controller.rows import StepMetrics, progress_line, sampled_metrics
 from a3po_megatron.controller.snapshot import Snapshot, copy_unfinished
 from a3po_megatron.controller.waiting import Changes
 from a3po_megatron.records import Batch, Group
@@ -195,7 +195,7 @@ class Controller:
         batch = batch_of(
             groups, self.parts.advantage, None if reshuffle is None else lambda rewards: reshuffle(rewards, version)
         )
-        metrics = batch_metrics(batch, version, self.config.max_staleness, self.config.samples_per_prompt)
+        metrics = sampled_metrics(batch, version, self.config.max_staleness, self.config.samples_per_prompt)
         now = time.monotonic()
         self._first_batch_at = self._first_batch_at or now
         self._step_metrics.handed_out(now, metrics)

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from a3po_megatron.config.schema import AdvantageConfig
+from a3po_megatron.config.controller import AdvantageConfig
 from a3po_megatron.controller.rows import RunFiles
 from a3po_megatron.data.source import PromptSource
 from a3po_megatron.records import Float32, Problem

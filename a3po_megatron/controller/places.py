@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from a3po_megatron.batching.advantages import group_has_signal
-from a3po_megatron.config.schema import AdvantageConfig, ControllerConfig
+from a3po_megatron.config.controller import AdvantageConfig, ControllerConfig
 from a3po_megatron.controller.groups import Straggler
 from a3po_megatron.errors import UserError
 from a3po_megatron.records import Group

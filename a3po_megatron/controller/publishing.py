@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from a3po_megatron.config.schema import ControllerConfig
+from a3po_megatron.config.controller import ControllerConfig
 from a3po_megatron.controller.messages import PublicationSent, WeightManifest
 from a3po_megatron.controller.parts import Parts
 

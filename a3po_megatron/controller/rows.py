@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from a3po_megatron.batching.buffer import overdue_tokens, staleness
+from a3po_megatron.batching.staleness import is_overdue, staleness
 from a3po_megatron.errors import UserError
 from a3po_megatron.evaluate.loop import Answers
 from a3po_megatron.evaluate.report import sample_lines, version_spans
@@ -19,16 +19,17 @@ from a3po_megatron.records import Batch
 from a3po_megatron.reward.base import Decoder
 
 
-def batch_metrics(batch: Batch, version: int, max_staleness: int, samples_per_prompt: int) -> dict[str, float]:
+def sampled_metrics(batch: Batch, version: int, max_staleness: int, samples_per_prompt: int) -> dict[str, float]:
     """Return what the controller knows about a batch that is about to be trained at `version`."""
-    ages = staleness(batch.samples, version)
+    ages = np.concatenate([staleness(sample, version) for sample in batch.samples])
+    overdue = [is_overdue(sample, version, max_staleness) for sample in batch.samples]
     groups = batch.advantages.reshape(-1, samples_per_prompt)
     return {
         "reward/mean": float(batch.rewards.mean()),
         "reward/groups_without_signal": float((groups == 0).all(axis=1).mean()),
         "staleness/mean": float(ages.mean()),
         "staleness/max": int(ages.max()),
-        "staleness/overdue_tokens": overdue_tokens(batch.samples, version, max_staleness),
+        "staleness/overdue_tokens": int(np.concatenate(overdue).sum()),
         "rollout/samples_of_several_versions": sum(len(set(s.versions.tolist())) > 1 for s in batch.samples),
         "rollout/truncated": float(np.mean([s.finish_reason == "length" for s in batch.samples])),
         "rollout/response_tokens_mean": float(np.mean([len(s.response_ids) for s in batch.samples])),

@@ -17,14 +17,14 @@ GOODBYE_S = 2  # for answers that are on their way when the server ends
 KEEP_ALIVE_S = 86400
 
 
-class Stopped(Exception):
+class RunStopped(Exception):
     """A signal ended the run before the actor was done."""
 
 
 async def serve(controller: Controller, token: str, listener: socket.socket) -> None:
     """Answer on `listener` until the run has ended well.
 
-    Raises Stopped on SIGINT or SIGTERM, and whatever a background task died of.
+    Raises RunStopped on SIGINT or SIGTERM, and whatever a background task died of.
     """
     server = _Server(
         uvicorn.Config(
@@ -48,7 +48,7 @@ async def serve(controller: Controller, token: str, listener: socket.socket) -> 
         await asyncio.wait((web, run), timeout=2 * GOODBYE_S)
         listener.close()
     if got_signal.done():
-        raise Stopped(f"stopped by {got_signal.result().name} at version {controller.version}")
+        raise RunStopped(f"stopped by {got_signal.result().name} at version {controller.version}")
     if not run.cancelled():
         run.result()
         return

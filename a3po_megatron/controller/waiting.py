@@ -31,10 +31,3 @@ class Changes:
                     await self._event.wait()
             except TimeoutError:
                 raise TimeoutError(f"waited {timeout_s:g} s for {what()}") from None
-
-
-def first_cause(error: BaseException) -> BaseException:
-    """Return the exception inside (nested) exception groups that came first."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -6,9 +6,9 @@ from pathlib import Path
 from a3po_megatron.actor.hf_folder import HFFolder, write_hf_folder
 from a3po_megatron.actor.megatron_folder import MegatronFolder
 from a3po_megatron.actor.safetensors_writer import MAX_SHARD_BYTES
+from a3po_megatron.config.actor import ActorConfig
 from a3po_megatron.config.check_actor import check_split
 from a3po_megatron.config.model_shape import ModelShape, read_model_shape
-from a3po_megatron.config.schema import ActorConfig
 from a3po_megatron.convert.destination import writing
 from a3po_megatron.convert.megatron_writer import write_megatron_folder
 from a3po_megatron.convert.weights import Cast, Summary, Watch, Weights, stream, summarise, unwatched

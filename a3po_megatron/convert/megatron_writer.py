@@ -31,8 +31,8 @@ from a3po_megatron.actor.checkpoint_reading import METADATA
 from a3po_megatron.actor.hf_folder import carry_companions
 from a3po_megatron.actor.megatron_keys import COMMON_KEY, Entry, entries
 from a3po_megatron.checkpoint_folder import INCOMPLETE, finish_folder
+from a3po_megatron.config.actor import ActorConfig
 from a3po_megatron.config.model_shape import ModelShape
-from a3po_megatron.config.schema import ActorConfig
 from a3po_megatron.convert.weights import Summary, Watch, Weights, summarise
 from a3po_megatron.errors import UserError
 

@@ -18,8 +18,8 @@ import yaml
 
 from a3po_megatron.actor.hf_folder import COMPANIONS
 from a3po_megatron.actor.megatron_folder import MegatronFolder
+from a3po_megatron.config.actor import ActorConfig
 from a3po_megatron.config.model_shape import read_model_shape
-from a3po_megatron.config.schema import ActorConfig
 from a3po_megatron.convert.destination import writing
 from a3po_megatron.convert.megatron import check_layout
 from a3po_megatron.convert.megatron_writer import write_megatron_folder

@@ -20,7 +20,7 @@ NUM_RANDOM_TOKENS = 32
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Agreement:
     """How far apart two sides are."""
 
     num_tokens: int
@@ -28,7 +28,7 @@ class Comparison:
     mean_logprobs: tuple[float, float]  # of each side
 
 
-def compare(a: Path, b: Path, configs: tuple[Path, Path], tokens: NDArray[np.int64]) -> Comparison:
+def compare(a: Path, b: Path, configs: tuple[Path, Path], tokens: NDArray[np.int64]) -> Agreement:
     """Compare two folders on `tokens`; `configs` are the folders with their config.json. Raises UserError for bad ones."""
     shapes = [read_model_shape(config) for config in configs]
     for shape, config in zip(shapes, configs, strict=True):
@@ -36,7 +36,7 @@ def compare(a: Path, b: Path, configs: tuple[Path, Path], tokens: NDArray[np.int
             raise UserError(f"token {outside[0]} is not in the vocabulary of {config} (0 to {shape.vocab_size - 1})")
     first, second = (logprobs(path, shape, tokens) for path, shape in zip((a, b), shapes, strict=True))
     means = float(first.mean()), float(second.mean())
-    return Comparison(len(tokens), float(np.abs(first - second).max()), means)
+    return Agreement(len(tokens), float(np.abs(first - second).max()), means)
 
 
 def logprobs(path: Path, shape: ModelShape, tokens: NDArray[np.int64]) -> NDArray[np.float32]:

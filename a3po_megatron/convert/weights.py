@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from a3po_megatron.actor.safetensors_writer import TensorSpec
+from a3po_megatron.actor.safetensors_writer import TensorType
 from a3po_megatron.config.model_shape import ModelShape
 
 
@@ -28,7 +28,7 @@ class Weights(Protocol):
 
     shape: ModelShape
 
-    def specs(self) -> dict[str, TensorSpec]:
+    def specs(self) -> dict[str, TensorType]:
         """Return the type and shape of each Hugging Face tensor, in model order."""
 
     def tensor(self, name: str) -> Tensor:
@@ -41,9 +41,9 @@ class Cast:
     def __init__(self, weights: Weights, dtype: str) -> None:
         self.weights, self.dtype, self.shape = weights, dtype, weights.shape
 
-    def specs(self) -> dict[str, TensorSpec]:
+    def specs(self) -> dict[str, TensorType]:
         """As of the weights, but for the type."""
-        return {name: TensorSpec(self.dtype, spec.shape) for name, spec in self.weights.specs().items()}
+        return {name: TensorType(self.dtype, spec.shape) for name, spec in self.weights.specs().items()}
 
     def tensor(self, name: str) -> Tensor:
         """Return one tensor, rounded where the type is narrower."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from a3po_megatron.config.schema import ArithmeticTaskConfig
+from a3po_megatron.config.data import ArithmeticTaskConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.records import Int32, Problem
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from a3po_megatron.config.schema import DataConfig, ProblemSetConfig, PromptConfig
+from a3po_megatron.config.data import DataConfig, ProblemSetConfig, PromptConfig
 from a3po_megatron.data.sets import FORMATS, kind_of
 from a3po_megatron.errors import UserError
 

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from a3po_megatron.config.schema import DataConfig, ModelConfig, ProblemSetConfig
+from a3po_megatron.config.data import DataConfig, ProblemSetConfig
+from a3po_megatron.config.schema import ModelConfig
 from a3po_megatron.data.arithmetic import ArithmeticTask, decode_ids
 from a3po_megatron.data.clean import CleanSet, clean_sets, repeated_id
 from a3po_megatron.data.overlap import EvaluationTexts, Match

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from a3po_megatron.config.schema import PromptConfig
+from a3po_megatron.config.data import PromptConfig
 from a3po_megatron.data.sets import INSTRUCTIONS
 from a3po_megatron.data.text import Instruction
 from a3po_megatron.data.tokenizer import ChatTokenizer

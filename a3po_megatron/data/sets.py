@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from a3po_megatron.config.schema import ProblemSetConfig
+from a3po_megatron.config.data import ProblemSetConfig
 from a3po_megatron.data import gsm8k
 from a3po_megatron.data.folder import data_folder
 from a3po_megatron.data.generated import generate_rows

@@ -7,8 +7,8 @@ attention that keeps no scores (FlashAttention, arXiv 2205.14135).
 
 from dataclasses import dataclass
 
+from a3po_megatron.config.actor import ActorConfig
 from a3po_megatron.config.model_shape import ModelShape
-from a3po_megatron.config.schema import ActorConfig
 from a3po_megatron.estimate.parameters import layers_of_stage
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}

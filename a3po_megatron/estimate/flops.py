@@ -4,9 +4,9 @@ Matrices: 2 a parameter and token forward, 4 backward (Kaplan et al., arXiv 2001
 product with the values, 4 x heads x head size a layer and attended token (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B).
 """
 
+from a3po_megatron.config.actor import ActorConfig
 from a3po_megatron.config.algorithm import AlgorithmConfig
 from a3po_megatron.config.model_shape import ModelShape
-from a3po_megatron.config.schema import ActorConfig
 from a3po_megatron.estimate.activations import recomputed_layers
 from a3po_megatron.estimate.parameters import active_parameters, layers_of_stage
 

@@ -6,8 +6,9 @@ test measures them on real ranks. What the layers keep for backward is in activa
 
 from dataclasses import dataclass, fields
 
+from a3po_megatron.config.actor import ActorConfig
 from a3po_megatron.config.model_shape import ModelShape
-from a3po_megatron.config.schema import ActorConfig, RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.estimate.activations import DTYPE_BYTES, layer_bytes_per_token, stage_bytes_per_token
 from a3po_megatron.estimate.parameters import Split, embedding_parameters, layer_parameters, stage_parameters
 

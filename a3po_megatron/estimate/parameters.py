@@ -6,8 +6,8 @@ over expert-parallel (and expert-tensor-parallel) ones, norms and routers are wh
 
 from dataclasses import dataclass
 
+from a3po_megatron.config.actor import ActorConfig
 from a3po_megatron.config.model_shape import ModelShape
-from a3po_megatron.config.schema import ActorConfig
 
 
 @dataclass(frozen=True)

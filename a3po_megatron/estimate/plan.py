@@ -37,7 +37,7 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Places:
+class RoleNodes:
     """Which part of the cluster each side takes."""
 
     actor_ranks: int
@@ -52,7 +52,7 @@ class Places:
 class Plan:
     """Everything that `tools/plan_cluster.py` prints."""
 
-    places: Places
+    places: RoleNodes
     parameters: int
     active_parameters: int  # of the layers, that a token is multiplied with
     parameters_of_rank: int  # of stage `stage`
@@ -93,7 +93,7 @@ def make_plan(config: TrainConfig, shape: ModelShape, cluster: Cluster, work: Wo
     )
 
 
-def place_roles(config: TrainConfig, cluster: Cluster) -> Places:
+def place_roles(config: TrainConfig, cluster: Cluster) -> RoleNodes:
     """Give the actor whole nodes and the servers the rest; on a single node both share it. Raises UserError."""
     ranks, a_node = config.actor.world_size, cluster.gpus_per_node
     a_server_node = config.rollout.num_servers * config.rollout.tensor_parallel
@@ -117,7 +117,7 @@ def place_roles(config: TrainConfig, cluster: Cluster) -> Places:
             f"need {a_server_node} GPUs a node, of which {max(free, 0)} are free for them; lower one of the two"
         )
     servers = rollout_nodes * config.rollout.num_servers
-    return Places(ranks, actor_nodes, rollout_nodes, shared, servers, servers * config.rollout.tensor_parallel)
+    return RoleNodes(ranks, actor_nodes, rollout_nodes, shared, servers, servers * config.rollout.tensor_parallel)
 
 
 def check_actor_fits(memory: ActorMemory, stage: int, gpu_bytes: float) -> None:

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import fields
 
-from a3po_megatron.config.schema import ActorConfig, TrainConfig
+from a3po_megatron.config.actor import ActorConfig
+from a3po_megatron.config.schema import TrainConfig
 from a3po_megatron.estimate.activations import DTYPE_BYTES
 from a3po_megatron.estimate.memory import STATE_BYTES
 from a3po_megatron.estimate.plan import GB, Cluster, Plan

@@ -13,7 +13,7 @@ from a3po_megatron.data.check import check_evaluation_data
 from a3po_megatron.data.load import TaskData, load_evaluation
 from a3po_megatron.errors import UserError
 from a3po_megatron.evaluate.check import OF_COMMAND, check_samples, ks_of
-from a3po_megatron.evaluate.loop import Plan, answer_problems
+from a3po_megatron.evaluate.loop import EvaluationPlan, answer_problems
 from a3po_megatron.evaluate.own_servers import with_own_servers
 from a3po_megatron.evaluate.result import Result, result_of
 from a3po_megatron.evaluate.running_fleet import RunningFleet
@@ -146,7 +146,7 @@ async def run(job: Job, model: Path, say: Say, progress: FollowProgress) -> tupl
     config = job.config
     concurrent = config.max_concurrent or config.rollout.num_servers * config.rollout.max_num_seqs
     sampling = SamplingSettings.from_config(config.rollout, config.temperature)
-    plan = Plan(sampling, config.num_samples, concurrent, config.timeout_s, "timeout_s", config.seed)
+    plan = EvaluationPlan(sampling, config.num_samples, concurrent, config.timeout_s, "timeout_s", config.seed)
     rewards = Rewards(config.reward, job.data.decode_answer, config.rollout.max_response_tokens)
     rewards.check(job.problems)
 

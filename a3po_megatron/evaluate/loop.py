@@ -26,7 +26,7 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class Plan:
+class EvaluationPlan:
     """How problems are asked."""
 
     sampling: SamplingSettings  # of evaluation; each request gets a seed of its own where they are drawn at random
@@ -45,7 +45,7 @@ async def answer_problems(
     fleet: Generator,
     problems: Sequence[Problem],
     reward: Reward,
-    plan: Plan,
+    plan: EvaluationPlan,
     name: str = "eval",
     progress: Callable[[int, int], None] = nobody,
 ) -> list[Answers]:

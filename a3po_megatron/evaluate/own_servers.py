@@ -11,14 +11,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.rollout.fleet import Fleet
 from a3po_megatron.rollout.generator import Generator
-from a3po_megatron.rollout.server_args import choose_device
+from a3po_megatron.rollout.server_args import server_device
 from a3po_megatron.rollout.supervisor import Supervisor
 
 
-class Stopped(Exception):
+class EvaluationStopped(Exception):
     """A signal ended the evaluation."""
 
     def __init__(self, number: signal.Signals) -> None:
@@ -61,12 +61,12 @@ async def with_own_servers[T](
 ) -> T:
     """Start the servers of `config`, do `work` with them as soon as one generates, end them, return what `work` returned.
 
-    `token`: the secret of these servers. Raises Stopped after a signal, SupervisorFailed or UserError when the servers
+    `token`: the secret of these servers. Raises EvaluationStopped after a signal, SupervisorFailed or UserError when the servers
     cannot serve, and what `work` raises.
     """
     fleet = Fleet(config, token, log_dir / "rendezvous", vocab_size=vocab_size)  # no weights are ever published
     link = FleetLink(fleet)
-    supervisor = Supervisor(config, str(model), seed, token, link, log_dir, "local", choose_device(config), say)
+    supervisor = Supervisor(config, str(model), seed, token, link, log_dir, "local", server_device(config), say)
 
     async def work_with_servers() -> T:
         await link.serves.wait()
@@ -77,7 +77,7 @@ async def with_own_servers[T](
         await asyncio.wait((serving, working), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise Stopped(serving.result())
+        raise EvaluationStopped(serving.result())
     finally:
         working.cancel()
         serving.cancel()

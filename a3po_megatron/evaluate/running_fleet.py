@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.records import Int32
 from a3po_megatron.rollout.client import Generation, Interrupted, PartialGeneration, ReplicaClient

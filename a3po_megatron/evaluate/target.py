@@ -10,9 +10,11 @@ import yaml
 
 from a3po_megatron.checkpoint_folder import MARKER, check_complete
 from a3po_megatron.config.address import url_of
+from a3po_megatron.config.data import ProblemSetConfig
 from a3po_megatron.config.evaluation import EvaluateConfig
 from a3po_megatron.config.load import load_config
-from a3po_megatron.config.schema import Config, PretrainConfig, ProblemSetConfig, RewardConfig, TrainConfig
+from a3po_megatron.config.reward import RewardConfig
+from a3po_megatron.config.schema import Config, PretrainConfig, TrainConfig
 from a3po_megatron.data.sets import FORMATS
 from a3po_megatron.errors import UserError
 

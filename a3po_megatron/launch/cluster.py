@@ -17,7 +17,7 @@ PORTS_BESIDE_SERVERS = 2  # on the first actor node: the controller's, and the o
 
 
 @dataclass(frozen=True)
-class Cluster:
+class JobNodes:
     """The nodes of a job and how they are used. A name may stand in both lists: then that node is shared."""
 
     actor_nodes: tuple[str, ...]
@@ -36,7 +36,7 @@ class Cluster:
         return bool(set(self.actor_nodes) & set(self.rollout_nodes))
 
 
-def check_cluster(cluster: Cluster, config: TrainConfig) -> None:
+def check_cluster(cluster: JobNodes, config: TrainConfig) -> None:
     """Raise UserError when the split does not add up. Names the variables of the job scripts, which users set."""
     actor, rollout = config.actor, config.rollout
     if not cluster.actor_nodes or not cluster.rollout_nodes:
@@ -59,7 +59,7 @@ def check_cluster(cluster: Cluster, config: TrainConfig) -> None:
         _check_gpus(cluster, config)
 
 
-def _check_gpus(cluster: Cluster, config: TrainConfig) -> None:
+def _check_gpus(cluster: JobNodes, config: TrainConfig) -> None:
     ranks, rollout, gpus = cluster.actor_ranks_per_node, config.rollout, cluster.gpus_per_node
     servers = rollout.num_servers * rollout.tensor_parallel
     needed = ranks + servers if cluster.is_shared else max(ranks, servers)
@@ -92,7 +92,7 @@ def memory_of(config: TrainConfig, shape: ModelShape, gpu_bytes: float) -> list[
     ]
 
 
-def describe(cluster: Cluster, config: TrainConfig) -> list[tuple[str, str]]:
+def describe(cluster: JobNodes, config: TrainConfig) -> list[tuple[str, str]]:
     """Return (what, figure) of the job's plan, for a table."""
     actor, rollout, controller = config.actor, config.rollout, config.controller
     replicas = len(cluster.rollout_nodes) * rollout.num_servers

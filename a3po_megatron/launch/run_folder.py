@@ -13,7 +13,7 @@ from a3po_megatron.controller.build import check_controller
 from a3po_megatron.errors import UserError
 
 
-def check_run(config: TrainConfig) -> None:
+def check_before_start(config: TrainConfig) -> None:
     """Check the settings against each other and the model's folder, before anything starts. Raises UserError."""
     check_controller(config)
     shape = read_model_shape(config.model.path)

@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from a3po_megatron.config.schema import RewardConfig
+from a3po_megatron.config.reward import RewardConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.records import Problem, Sample, Verdict
 from a3po_megatron.reward.base import Decoder, Judge, Part, WeightedSum

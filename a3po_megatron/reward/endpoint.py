@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from a3po_megatron.config.schema import HttpRewardConfig
+from a3po_megatron.config.reward import HttpRewardConfig
 from a3po_megatron.records import Verdict
 from a3po_megatron.reward.pool import RewardError
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 
-from a3po_megatron.config.schema import FormatRewardConfig, OverlongRewardConfig
+from a3po_megatron.config.reward import FormatRewardConfig, OverlongRewardConfig
 from a3po_megatron.records import Verdict
 from a3po_megatron.reward.extract import find_answer
 

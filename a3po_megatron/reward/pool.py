@@ -25,7 +25,7 @@ from typing import Self
 
 import msgspec
 
-from a3po_megatron.config.schema import RewardPoolConfig
+from a3po_megatron.config.reward import RewardPoolConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.records import Verdict
 from a3po_megatron.reward.worker import LENGTH, Answer, Request

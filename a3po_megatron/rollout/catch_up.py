@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.rollout.control import ReplicaError, encode_update
 from a3po_megatron.rollout.in_flight import go_on, stop_for_update
 from a3po_megatron.rollout.probe import Probe

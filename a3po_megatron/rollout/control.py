@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn
 import httpx
 import msgspec
 
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.rollout.messages import Load, read_load
 from a3po_megatron.rollout.transport import AiohttpTransport
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.records import Int32
 from a3po_megatron.rollout.client import Generation, Interrupted, PartialGeneration, ReplicaClient, RequestOverdue
 from a3po_megatron.rollout.control import ReplicaError, RequestRefused

@@ -12,7 +12,7 @@ No policy ever reuses a prompt that older weights read: caches are emptied, or k
 import asyncio
 import contextlib
 
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.rollout.replicas import Replica
 
 

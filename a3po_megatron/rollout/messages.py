@@ -25,7 +25,7 @@ class Logprobs(msgspec.Struct, gc=False):
     content: list[TokenLogprob] | None = None
 
 
-class Span(msgspec.Struct, gc=False):
+class VersionSpan(msgspec.Struct, gc=False):
     """Tokens start..end-1 of a response were drawn by the weights of `version`."""
 
     version: str
@@ -39,7 +39,7 @@ class Piece(msgspec.Struct, gc=False):
     token_ids: list[int] | None = None
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
-    weight_versions: list[Span] | None = None
+    weight_versions: list[VersionSpan] | None = None
 
 
 class Event(msgspec.Struct, gc=False):
@@ -68,10 +68,10 @@ async def events_of(chunks: AsyncIterator[bytes]) -> AsyncIterator[Event]:
         raise ValueError(f"not an event: {rest[:80]!r}")
 
 
-def spread_versions(spans: Sequence[Span] | None, num_tokens: int) -> array[int]:
+def spread_versions(spans: Sequence[VersionSpan] | None, num_tokens: int) -> array[int]:
     """Return one version a token from vLLM's spans. Raises ValueError unless they cover the response end to end.
 
-    Example: [Span("7", 0, 2), Span("8", 2, 3)] -> array of 7, 7, 8
+    Example: [VersionSpan("7", 0, 2), VersionSpan("8", 2, 3)] -> array of 7, 7, 8
     """
     versions = array("i")
     for span in spans or []:

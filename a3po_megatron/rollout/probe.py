@@ -9,7 +9,7 @@ Imports neither torch nor vllm.
 import math
 from collections.abc import Mapping, Sequence
 
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.rollout.control import ReplicaError
 from a3po_megatron.rollout.replicas import Replica
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.rollout.catch_up import CatchUps, Manifest, load
 from a3po_megatron.rollout.control import ReplicaError, encode_update
 from a3po_megatron.rollout.in_flight import go_on, stop_for_update

@@ -4,7 +4,7 @@ import base64
 from collections.abc import Mapping
 from typing import Any
 
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.rollout.nccl_group import NcclGroup
 from a3po_megatron.rollout.transfer_group import GlooGroup, TransferGroup
 from a3po_megatron.rollout.transfer_messages import Transfer

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import a3po_megatron
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.rollout.orphan_watch import SUPERVISOR_VARIABLE
 from a3po_megatron.run_token import TOKEN_VARIABLE
 
 MODEL_NAME = "policy"  # what requests call the served model
 WEIGHT_BACKEND = "a3po_buckets"  # under which `weight_engine` registers itself
-MIDDLEWARE = "a3po_megatron.rollout.middleware.RequireToken"
+MIDDLEWARE = "a3po_megatron.rollout.middleware.RequireTokenOfRun"
 CPU_BATCHED_TOKENS = 4096  # of one engine step, so that many short prompts are read at once
 WORKER_EXTENSION = "a3po_megatron.rollout.weight_engine.WorkerExtension"
 IN_ENGINE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # the worker in the engine's own process
@@ -81,7 +81,7 @@ def server_environment(
         TOKEN_VARIABLE: token,
         SUPERVISOR_VARIABLE: str(os.getpid()),
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path for path in paths if path)),
-        "VLLM_SERVER_DEV_MODE": "1",  # opens the routes that pause and take weights; RequireToken guards them
+        "VLLM_SERVER_DEV_MODE": "1",  # opens the routes that pause and take weights; MIDDLEWARE guards them
         "VLLM_PLUGINS": "",  # nothing else that happens to be installed runs inside the server
         "VLLM_NO_USAGE_STATS": "1",
         # In seconds. Its 5 s could close a connection in the moment in which the controller uses it again.
@@ -102,7 +102,7 @@ def server_environment(
     return environment
 
 
-def choose_device(config: RolloutConfig) -> str:
+def server_device(config: RolloutConfig) -> str:
     """Return `cpu` or `cuda` for this node, without importing torch. Raises UserError for a GPU that is not there."""
     has_gpu = Path("/dev/nvidiactl").exists()
     if config.device == "cuda" and not has_gpu:

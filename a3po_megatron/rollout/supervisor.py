@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import httpx
 
 from a3po_megatron.config.address import url_of
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.rollout.client import ReplicaClient
 from a3po_megatron.rollout.control import ReplicaError

@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.rollout.control import ReplicaError
 from a3po_megatron.rollout.messages import Load
 from a3po_megatron.rollout.replicas import Replica

@@ -28,9 +28,10 @@ from transformers import (
 
 from a3po_megatron.actor.actor import Actor
 from a3po_megatron.batching.packing import TokenSequence
+from a3po_megatron.config.actor import ActorConfig, OptimizerConfig
 from a3po_megatron.config.check import check_actor
 from a3po_megatron.config.model_shape import read_model_shape
-from a3po_megatron.config.schema import ActorConfig, ModelConfig, OptimizerConfig
+from a3po_megatron.config.schema import ModelConfig
 
 # eps is large on purpose: Adam divides by sqrt(v) + eps, and where a gradient is of the size of rounding errors a small eps
 # would turn a difference of 1e-9 into a whole step of the learning rate.

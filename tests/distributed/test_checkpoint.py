@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from a3po_megatron.actor.checkpoint import load_checkpoint
 from a3po_megatron.actor.checkpoint_writer import save_checkpoint
 from a3po_megatron.checkpoint_folder import newest_complete
-from a3po_megatron.config.schema import OptimizerConfig
+from a3po_megatron.config.actor import OptimizerConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.objective.supervised import SupervisedLoss
 from tests.distributed.layouts import Layout, Model, build_actor, random_sequences, save_model

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from a3po_megatron.actor import parallel
 from a3po_megatron.actor.actor import Actor
 from a3po_megatron.batching.packing import TokenSequence
+from a3po_megatron.config.actor import ActorConfig, OptimizerConfig
 from a3po_megatron.config.model_shape import ModelShape
-from a3po_megatron.config.schema import ActorConfig, ModelConfig, OptimizerConfig
+from a3po_megatron.config.schema import ModelConfig
 from a3po_megatron.estimate.activations import layer_bytes_per_token
 from a3po_megatron.estimate.memory import actor_memory
 from a3po_megatron.objective.supervised import SupervisedLoss

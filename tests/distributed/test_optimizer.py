@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from a3po_megatron.actor.optimizer import build_scheduler
-from a3po_megatron.config.schema import OptimizerConfig
+from a3po_megatron.config.actor import OptimizerConfig
 from a3po_megatron.objective.supervised import SupervisedLoss
 from tests.distributed.layouts import (
     Layout,

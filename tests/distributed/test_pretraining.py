@@ -10,8 +10,9 @@ from a3po_megatron.actor import parallel
 from a3po_megatron.actor.actor import Actor
 from a3po_megatron.actor.nonfinite import NonFiniteError
 from a3po_megatron.actor.pretraining import pretrain
+from a3po_megatron.config.data import ArithmeticTaskConfig
 from a3po_megatron.config.model_shape import read_model_shape
-from a3po_megatron.config.schema import ArithmeticTaskConfig, ModelConfig, PretrainConfig, RunConfig
+from a3po_megatron.config.schema import ModelConfig, PretrainConfig, RunConfig
 from tests.distributed.layouts import Layout
 
 MODEL = Path(__file__).parents[2] / "configs/models/arithmetic_qwen3"

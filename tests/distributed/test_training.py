@@ -23,17 +23,12 @@ from a3po_megatron.actor.hf_mapping import hf_shapes
 from a3po_megatron.actor.nonfinite import NonFiniteError
 from a3po_megatron.actor.reference import ReferenceWeights
 from a3po_megatron.checkpoint_folder import newest_complete
-from a3po_megatron.config.algorithm import BehaviorWeightConfig, KLConfig
+from a3po_megatron.config.actor import ActorConfig
+from a3po_megatron.config.algorithm import AlgorithmConfig, BehaviorWeightConfig, KLConfig
+from a3po_megatron.config.controller import ControllerConfig
 from a3po_megatron.config.model_shape import read_model_shape
-from a3po_megatron.config.schema import (
-    ActorConfig,
-    AlgorithmConfig,
-    ControllerConfig,
-    ModelConfig,
-    RolloutConfig,
-    RunConfig,
-    TrainConfig,
-)
+from a3po_megatron.config.rollout import RolloutConfig
+from a3po_megatron.config.schema import ModelConfig, RunConfig, TrainConfig
 from a3po_megatron.controller.link import ControllerError, PublishAgain
 from a3po_megatron.controller.messages import PublicationSent, WeightManifest
 from a3po_megatron.objective.supervised import SupervisedLoss
@@ -413,7 +408,7 @@ def test_a_failed_publication_says_where_it_stopped_and_what_the_controller_know
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(publish, "WeightSender", BrokenSender)
         monkeypatch.setattr(publish, "join_group", lambda *arguments: None)
-        with pytest.raises(publish.PublicationError) as failure:
+        with pytest.raises(publish.NotPublishable) as failure:
             training.train(config, read_model_shape(model), link)
     assert str(failure.value) == (
         "publication of version 1: the weight group broke: sending bucket 1 of 2: a member of the weight group failed; "

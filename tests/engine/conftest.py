@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from transformers import Qwen3ForCausalLM
 
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.rollout.client import ReplicaClient
 from a3po_megatron.rollout.fleet import Fleet
 from a3po_megatron.rollout.server import Server, choose_port

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.rollout.fleet import Fleet
 from a3po_megatron.rollout.publication import PublicationError
 from tests.fakes.replica_processes import ReplicaProcess, Sender

@@ -12,7 +12,7 @@ import pytest
 
 from a3po_megatron.data.folder import data_folder
 from a3po_megatron.errors import UserError
-from a3po_megatron.evaluate.loop import Plan, answer_problems
+from a3po_megatron.evaluate.loop import EvaluationPlan, answer_problems
 from a3po_megatron.evaluate.result import result_of
 from a3po_megatron.evaluate.running_fleet import RunningFleet
 from a3po_megatron.records import Problem
@@ -71,7 +71,7 @@ def test_the_command_evaluates_a_running_server_twice_with_the_same_result(live,
 def test_weights_may_be_published_during_an_evaluation_whose_tokens_are_each_of_the_version_they_name(live):
     problems = [Problem(f"p{i}", np.array([5, 17 + i, 42], np.int32), "1", "tiny") for i in range(4)]
     sampling = SamplingSettings(1.0, 400, ignore_eos=True, evaluation=True)
-    plan = Plan(sampling, 2, max_concurrent=8, timeout_s=120, timeout_setting="limit", seed=3)
+    plan = EvaluationPlan(sampling, 2, max_concurrent=8, timeout_s=120, timeout_setting="limit", seed=3)
 
     async def run():
         ready = await live.fleet()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.rollout.server_args import server_command
 
 MODEL = Path(__file__).parents[2] / "configs/models/arithmetic_qwen3"

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from a3po_megatron.config.schema import DataConfig, ModelConfig, ProblemSetConfig
+from a3po_megatron.config.data import DataConfig, ProblemSetConfig
+from a3po_megatron.config.schema import ModelConfig
 from a3po_megatron.convert.gguf import convert_gguf_to_hf
 from a3po_megatron.data.folder import data_folder
 from a3po_megatron.data.load import load_task

@@ -11,7 +11,8 @@ import httpx
 import msgspec
 
 from a3po_megatron import wire
-from a3po_megatron.config.schema import AdvantageConfig, ArithmeticTaskConfig, ControllerConfig
+from a3po_megatron.config.controller import AdvantageConfig, ControllerConfig
+from a3po_megatron.config.data import ArithmeticTaskConfig
 from a3po_megatron.controller.app import create_app
 from a3po_megatron.controller.loop import Controller
 from a3po_megatron.controller.parts import Parts

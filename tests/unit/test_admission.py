@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from a3po_megatron.batching.buffer import GroupBuffer, overdue_tokens
+from a3po_megatron.batching.buffer import GroupBuffer
+from a3po_megatron.batching.staleness import is_overdue
 from a3po_megatron.controller.admission import Admission
 from a3po_megatron.records import Group, Problem, Sample
 
@@ -89,7 +90,7 @@ def test_in_free_running_no_token_is_older_than_the_bound_unless_its_group_was_o
     simulation.run()
     for version, groups in enumerate(simulation.consumed):
         assert min(group.oldest_version for group in groups) >= version - max_staleness
-        assert overdue_tokens([s for group in groups for s in group.samples], version, max_staleness) == 0
+        assert not any(is_overdue(s, version, max_staleness).any() for group in groups for s in group.samples)
 
 
 @given(**runs)
@@ -103,7 +104,7 @@ def test_in_free_running_overtaken_groups_are_neither_lost_nor_twice_and_their_o
     draws = [int(group.problem.id) for groups in simulation.consumed for group in groups]
     assert sorted(draws) == list(range(12 * groups_per_batch))
     for version, groups in enumerate(simulation.consumed):
-        counted = overdue_tokens([s for group in groups for s in group.samples], version, max_staleness)
+        counted = sum(is_overdue(s, version, max_staleness).sum() for group in groups for s in group.samples)
         ages = [version - v for group in groups for s in group.samples for v in s.versions.tolist()]
         assert counted == sum(age > max_staleness for age in ages)
 

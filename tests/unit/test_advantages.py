@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from a3po_megatron.batching.advantages import group_advantages, group_has_signal, normalize_over_batch
-from a3po_megatron.config.schema import AdvantageConfig
+from a3po_megatron.config.controller import AdvantageConfig
 from a3po_megatron.controller.groups import batch_of
 from a3po_megatron.records import Group, Problem, Sample
 from a3po_megatron.reward.base import shuffled_rewards

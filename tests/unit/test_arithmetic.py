@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from a3po_megatron.config.schema import ArithmeticTaskConfig
+from a3po_megatron.config.data import ArithmeticTaskConfig
 from a3po_megatron.data.arithmetic import EOS_ID, TOKENS, ArithmeticTask, decode_ids
 from a3po_megatron.errors import UserError
 from a3po_megatron.reward.exact import exact_match

@@ -15,7 +15,7 @@ import pytest
 
 from a3po_megatron import wire
 from a3po_megatron.controller.snapshot import Snapshot
-from a3po_megatron.controller.waiting import first_cause
+from a3po_megatron.errors import first_cause
 from a3po_megatron.records import Batch
 from a3po_megatron.rollout.client import Generation
 from tests.fakes.fleet import FakeFleet

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from a3po_megatron import wire
-from a3po_megatron.controller.waiting import first_cause
 from a3po_megatron.data.arithmetic import decode_ids
-from a3po_megatron.errors import UserError
+from a3po_megatron.errors import UserError, first_cause
 from a3po_megatron.records import Batch, Int32
 from a3po_megatron.rollout.client import Generation, PartialGeneration, RequestOverdue
 from a3po_megatron.rollout.control import ReplicaError

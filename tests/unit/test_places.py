@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from a3po_megatron import wire
 from a3po_megatron.batching.advantages import group_advantages, group_has_signal
 from a3po_megatron.batching.buffer import GroupBuffer
-from a3po_megatron.config.schema import AdvantageConfig, ControllerConfig
+from a3po_megatron.config.controller import AdvantageConfig, ControllerConfig
 from a3po_megatron.controller.admission import Admission
 from a3po_megatron.controller.groups import Straggler
 from a3po_megatron.controller.places import Places, PlacesState

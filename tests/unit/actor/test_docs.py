@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from a3po_megatron.actor.kernels import choose_kernels
+from a3po_megatron.config.actor import ActorConfig
 from a3po_megatron.config.model_shape import FAMILIES
-from a3po_megatron.config.schema import ActorConfig
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from a3po_megatron.actor.hf_folder import HFFolder, write_hf_folder
 from a3po_megatron.actor.hf_mapping import hf_shapes
-from a3po_megatron.actor.safetensors_writer import TensorSpec
+from a3po_megatron.actor.safetensors_writer import TensorType
 from a3po_megatron.config.model_shape import ModelShape
 from a3po_megatron.errors import UserError
 
@@ -22,8 +22,8 @@ def tensors() -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape) for name, shape in hf_shapes(SHAPE).items()}
 
 
-def specs_of(tensors: dict[str, torch.Tensor]) -> dict[str, TensorSpec]:
-    return {name: TensorSpec("float32", tuple(tensor.shape)) for name, tensor in tensors.items()}
+def specs_of(tensors: dict[str, torch.Tensor]) -> dict[str, TensorType]:
+    return {name: TensorType("float32", tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def test_a_whole_folder_is_read_tensor_by_tensor(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from a3po_megatron.actor import device, kernels
 from a3po_megatron.actor.kernels import choose_kernels
-from a3po_megatron.config.schema import ActorConfig
+from a3po_megatron.config.actor import ActorConfig
 from a3po_megatron.errors import UserError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

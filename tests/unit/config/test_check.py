@@ -7,20 +7,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from a3po_megatron.config.actor import ActorConfig, OptimizerConfig
 from a3po_megatron.config.algorithm import AlgorithmConfig
 from a3po_megatron.config.check import ARITHMETIC_VOCABULARY, check_actor, check_optimizer, check_pretrain, check_train
+from a3po_megatron.config.data import ArithmeticTaskConfig
 from a3po_megatron.config.evaluation import EvaluateConfig
 from a3po_megatron.config.load import load_config
 from a3po_megatron.config.model_shape import ModelShape, read_model_shape
-from a3po_megatron.config.schema import (
-    ActorConfig,
-    ArithmeticTaskConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PretrainConfig,
-    RunConfig,
-    TrainConfig,
-)
+from a3po_megatron.config.schema import ModelConfig, PretrainConfig, RunConfig, TrainConfig
 from a3po_megatron.controller.build import check_controller
 from a3po_megatron.data.arithmetic import TOKENS
 from a3po_megatron.errors import UserError

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from a3po_megatron.actor import device, scoring
-from a3po_megatron.config.schema import ActorConfig
+from a3po_megatron.config.actor import ActorConfig
 from a3po_megatron.convert.inspection import inspect
 from a3po_megatron.convert.megatron import hf_to_megatron, layout_of
 from a3po_megatron.convert.verify import tokens_of

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from a3po_megatron.config.schema import DataConfig, ModelConfig, ProblemSetConfig, PromptConfig
+from a3po_megatron.config.data import DataConfig, ProblemSetConfig, PromptConfig
+from a3po_megatron.config.schema import ModelConfig
 from a3po_megatron.data.check import check_data
 from a3po_megatron.data.load import load_clean, load_task
 from a3po_megatron.data.overlap import EvaluationTexts, grams_of

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from a3po_megatron.config.data import DataConfig, ProblemSetConfig, PromptConfig
 from a3po_megatron.config.load import load_config
-from a3po_megatron.config.schema import DataConfig, ModelConfig, ProblemSetConfig, PromptConfig, TrainConfig
+from a3po_megatron.config.schema import ModelConfig, TrainConfig
 from a3po_megatron.controller.build import build_controller, check_controller
 from a3po_megatron.data.load import load_task
 from a3po_megatron.data.prompts import PromptWriter

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from a3po_megatron.config.schema import DataConfig, ProblemSetConfig
+from a3po_megatron.config.data import DataConfig, ProblemSetConfig
 from a3po_megatron.data.load import CleanData, load_clean
 from a3po_megatron.data.rows import read_rows
 from a3po_megatron.data.sets import Row, read_set

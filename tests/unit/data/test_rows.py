@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from a3po_megatron.config.schema import ProblemSetConfig
+from a3po_megatron.config.data import ProblemSetConfig
 from a3po_megatron.data.rows import read_rows, value_at
 from a3po_megatron.data.sets import read_set
 from a3po_megatron.errors import UserError

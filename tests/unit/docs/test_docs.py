@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from a3po_megatron.config.data import DataConfig
 from a3po_megatron.config.evaluation import EvaluateConfig
 from a3po_megatron.config.load import load_config
-from a3po_megatron.config.schema import DataConfig, PretrainConfig, TrainConfig
+from a3po_megatron.config.schema import PretrainConfig, TrainConfig
 from tests.unit.docs.pages import PAGES, ROOT, anchors, blocks, commands, exists, links, messages, settings
 from tests.unit.test_layers import ORDER
 from tools import config_reference, third_party_notices

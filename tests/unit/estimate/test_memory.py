@@ -7,7 +7,8 @@ import pytest
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 
 from a3po_megatron.actor import token_head
-from a3po_megatron.config.schema import ActorConfig, RolloutConfig
+from a3po_megatron.config.actor import ActorConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.estimate import memory
 from a3po_megatron.estimate.activations import (
     EXPERT_IMBALANCE,

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from a3po_megatron.actor.hf_mapping import hf_shapes
+from a3po_megatron.config.actor import ActorConfig
 from a3po_megatron.config.model_shape import ModelShape
-from a3po_megatron.config.schema import ActorConfig
 from a3po_megatron.estimate.parameters import (
     Split,
     active_parameters,

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from a3po_megatron.config.actor import ActorConfig
+from a3po_megatron.config.algorithm import AlgorithmConfig
 from a3po_megatron.config.load import load_config
-from a3po_megatron.config.schema import ActorConfig, AlgorithmConfig, TrainConfig
+from a3po_megatron.config.schema import TrainConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.estimate import report
 from a3po_megatron.estimate.flops import forward_flops, head_flops, model_flops, recomputed_flops, training_flops

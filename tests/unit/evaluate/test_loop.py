@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from a3po_megatron.controller.waiting import first_cause
 from a3po_megatron.data.arithmetic import EOS_ID, decode_ids, encode_text
-from a3po_megatron.errors import UserError
+from a3po_megatron.errors import UserError, first_cause
 from a3po_megatron.evaluate.check import OF_COMMAND, OF_RUN, check_samples, ks_of
-from a3po_megatron.evaluate.loop import Plan, answer_problems
+from a3po_megatron.evaluate.loop import EvaluationPlan, answer_problems
 from a3po_megatron.evaluate.report import table_of, versions_line, write_files
 from a3po_megatron.evaluate.result import Result, result_of
 from a3po_megatron.records import Int32, Problem
@@ -25,7 +24,9 @@ from a3po_megatron.rollout.sampling import SamplingSettings
 
 pytestmark = pytest.mark.timeout(60)
 REWARD = WeightedSum([Part("answer", 1.0, judge_exact)])
-GREEDY = Plan(SamplingSettings(0.0, 4, evaluation=True), 1, max_concurrent=4, timeout_s=30, timeout_setting="limit")
+GREEDY = EvaluationPlan(
+    SamplingSettings(0.0, 4, evaluation=True), 1, max_concurrent=4, timeout_s=30, timeout_setting="limit"
+)
 SAMPLED = replace(GREEDY, sampling=SamplingSettings(0.7, 4, evaluation=True), num_samples=3, seed=5)
 
 
@@ -70,7 +71,7 @@ def problems(first: int, count: int, name: str) -> list[Problem]:
 TWO_SETS = [*problems(0, 5, "small"), *problems(10, 2, "big")]
 
 
-def ask(fleet: Any, plan: Plan, progress: list[tuple[int, int]] | None = None) -> Result:
+def ask(fleet: Any, plan: EvaluationPlan, progress: list[tuple[int, int]] | None = None) -> Result:
     heard: list[tuple[int, int]] = [] if progress is None else progress
     answers = asyncio.run(
         answer_problems(fleet, TWO_SETS, REWARD, plan, "test", lambda done, of: heard.append((done, of)))

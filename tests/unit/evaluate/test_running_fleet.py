@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.evaluate import running_fleet
 from a3po_megatron.evaluate.running_fleet import RunningFleet

@@ -4,13 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from a3po_megatron.config.schema import ActorConfig, RolloutConfig, TrainConfig
+from a3po_megatron.config.actor import ActorConfig
+from a3po_megatron.config.rollout import RolloutConfig
+from a3po_megatron.config.schema import TrainConfig
 from a3po_megatron.errors import UserError
-from a3po_megatron.launch.cluster import Cluster, check_cluster, num_ports
+from a3po_megatron.launch.cluster import JobNodes, check_cluster, num_ports
 from a3po_megatron.launch.ranks import Nodes
 
-FOUR = Cluster(("n1", "n2"), ("n3", "n4"), actor_ranks_per_node=8, gpus_per_node=8)
-SHARED = Cluster(("n1",), ("n1",), actor_ranks_per_node=4, gpus_per_node=8)
+FOUR = JobNodes(("n1", "n2"), ("n3", "n4"), actor_ranks_per_node=8, gpus_per_node=8)
+SHARED = JobNodes(("n1",), ("n1",), actor_ranks_per_node=4, gpus_per_node=8)
 
 
 def settings(ranks: dict[str, int], servers: int, tensor_parallel: int = 1, device: str = "cuda") -> TrainConfig:
@@ -42,7 +44,7 @@ def test_a_split_that_adds_up_passes() -> None:
         (replace(FOUR, rollout_nodes=()), settings({"data_parallel": 16}, 1), "each needs at least one node"),
     ],
 )
-def test_a_split_that_does_not_add_up_is_one_line(cluster: Cluster, config: TrainConfig, says: str) -> None:
+def test_a_split_that_does_not_add_up_is_one_line(cluster: JobNodes, config: TrainConfig, says: str) -> None:
     with pytest.raises(UserError) as error:
         check_cluster(cluster, config)
     assert says in str(error.value)

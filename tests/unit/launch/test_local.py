@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from a3po_megatron.config.controller import ControllerConfig
 from a3po_megatron.config.load import load_config
-from a3po_megatron.config.schema import ControllerConfig, RunConfig, TrainConfig
+from a3po_megatron.config.schema import RunConfig, TrainConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.launch import local
 from a3po_megatron.launch.ports import free_port

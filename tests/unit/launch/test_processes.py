@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.launch.ports import check_port, check_server_ports, free_port
 from a3po_megatron.launch.processes import Roles

@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 from a3po_megatron.config.load import load_config
-from a3po_megatron.config.schema import RewardPoolConfig, TrainConfig
+from a3po_megatron.config.reward import RewardPoolConfig
+from a3po_megatron.config.schema import TrainConfig
 from a3po_megatron.reward import compare, extract
 from a3po_megatron.reward.build import check_reward
 from tests.references.answer_pairs import MATCH, MISMATCH

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from a3po_megatron.config.schema import HttpRewardConfig
+from a3po_megatron.config.reward import HttpRewardConfig
 from a3po_megatron.records import Verdict
 from a3po_megatron.reward import endpoint
 from a3po_megatron.reward.pool import RewardError

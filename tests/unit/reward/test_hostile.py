@@ -6,7 +6,7 @@ import time
 import psutil
 import pytest
 
-from a3po_megatron.config.schema import RewardPoolConfig
+from a3po_megatron.config.reward import RewardPoolConfig
 from a3po_megatron.reward.judge import MathSettings
 from a3po_megatron.reward.pool import WorkerPool
 from a3po_megatron.reward.worker import Request

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from a3po_megatron.config.schema import (
+from a3po_megatron.config.reward import (
     FormatRewardConfig,
     HttpRewardConfig,
     OverlongRewardConfig,

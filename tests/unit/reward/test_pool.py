@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from a3po_megatron.config.schema import PythonRewardConfig, RewardConfig, RewardPoolConfig
+from a3po_megatron.config.reward import PythonRewardConfig, RewardConfig, RewardPoolConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.reward.build import Rewards
 from a3po_megatron.reward.judge import MathSettings

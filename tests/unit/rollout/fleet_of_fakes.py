@@ -1,6 +1,6 @@
 """A fleet whose replicas are fakes at the HTTP level."""
 
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.rollout.fleet import Fleet
 from a3po_megatron.rollout.sampling import SamplingSettings
 from a3po_megatron.rollout.transfer_messages import Transfer

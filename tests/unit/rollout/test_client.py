@@ -8,7 +8,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.rollout.client import (
     NO_LOGPROB,
@@ -16,7 +16,7 @@ from a3po_megatron.rollout.client import (
     ReplicaClient,
 )
 from a3po_megatron.rollout.control import ReplicaError, RequestRefused
-from a3po_megatron.rollout.messages import Span, spread_versions
+from a3po_megatron.rollout.messages import VersionSpan, spread_versions
 from a3po_megatron.rollout.sampling import SamplingSettings
 from tests.unit.rollout.fake_replica import FakeReplica
 
@@ -149,7 +149,7 @@ def test_a_connection_that_breaks_after_the_ending_leaves_no_ended_response_to_g
 
 def test_gaps_between_spans_are_refused():
     with pytest.raises(ValueError, match="not usable"):
-        spread_versions([Span("0", 0, 1), Span("1", 2, 3)], 3)
+        spread_versions([VersionSpan("0", 0, 1), VersionSpan("1", 2, 3)], 3)
 
 
 def test_http_errors_tell_a_bad_request_from_a_bad_server():

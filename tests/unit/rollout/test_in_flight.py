@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.rollout.client import PartialGeneration
 from a3po_megatron.rollout.sampling import check_rollout

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from a3po_megatron.rollout.middleware import TOKEN_VARIABLE, RequireToken
+from a3po_megatron.rollout.middleware import TOKEN_VARIABLE, RequireTokenOfRun
 
 TOKEN = "secret"
 
@@ -24,7 +24,7 @@ def ask(kind: str, headers: list[tuple[bytes, bytes]], monkeypatch) -> list[dict
     async def receive() -> dict:
         return {"type": "websocket.connect"}
 
-    asyncio.run(RequireToken(application)({"type": kind, "path": "/any", "headers": headers}, receive, send))
+    asyncio.run(RequireTokenOfRun(application)({"type": kind, "path": "/any", "headers": headers}, receive, send))
     return sent
 
 
@@ -56,4 +56,4 @@ def test_anything_else_is_refused(headers, monkeypatch):
 def test_a_server_without_a_token_does_not_start(monkeypatch):
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     with pytest.raises(RuntimeError, match="A3PO_TOKEN is empty"):
-        RequireToken(application)
+        RequireTokenOfRun(application)

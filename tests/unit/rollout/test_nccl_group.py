@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.rollout import nccl_group
 from a3po_megatron.rollout.buckets import TensorSpec
 from a3po_megatron.rollout.nccl_group import NcclGroup

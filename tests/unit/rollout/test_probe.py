@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.rollout.control import ReplicaError
 from a3po_megatron.rollout.probe import AGREEMENT, Probe
 from a3po_megatron.rollout.publication import PublicationError

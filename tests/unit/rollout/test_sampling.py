@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.rollout.sampling import NEUTRAL, SamplingSettings, check_rollout
 

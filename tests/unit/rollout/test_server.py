@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.rollout import server as module
 from a3po_megatron.rollout.client import ReplicaClient
 from a3po_megatron.rollout.server import Server, ServerFailed

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.rollout.server import choose_port
 from a3po_megatron.rollout.server_args import server_command, server_environment
@@ -26,7 +26,7 @@ def test_the_server_is_private_and_reports_the_right_logprobs(model):
     assert value_of(command, "--host") == "127.0.0.1"
     assert value_of(command, "--port") == "8123"
     assert value_of(command, "--logprobs-mode") == "processed_logprobs"
-    assert value_of(command, "--middleware") == "a3po_megatron.rollout.middleware.RequireToken"
+    assert value_of(command, "--middleware") == "a3po_megatron.rollout.middleware.RequireTokenOfRun"
     assert json.loads(value_of(command, "--weight-transfer-config")) == {"backend": "a3po_buckets"}
     assert "--trust-remote-code" not in command
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from a3po_megatron.config.schema import RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.rollout.server import free_port, shared_memory_of
 from tests.fake_controller import FakeController
