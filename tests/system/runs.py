@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from a3po_megatron.rollout.server import shared_memory_of
+from a3po_megatron.rollout.process_group import shared_memory_of
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 400.0  # of a start or a run on a busy machine; a run takes 40 s on an idle one
