@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from a3po_megatron.rollout.server import shared_memory_of
+from a3po_megatron.rollout.process_group import shared_memory_of
 
 POLL_S = 0.05
 SWEEP_S = 8.0  # for processes that outlive their role, between SIGTERM and SIGKILL

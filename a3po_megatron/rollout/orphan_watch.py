@@ -1,9 +1,11 @@
-"""Ends a vLLM server whose supervisor is gone, so that a killed supervisor leaves no process behind."""
+"""Ends a vLLM server whose supervisor is gone, so that a killed supervisor leaves no process and no shared memory behind."""
 
 import os
 import signal
 import threading
 import time
+
+from a3po_megatron.rollout.process_group import group_members, shared_memory_of
 
 SUPERVISOR_VARIABLE = "A3PO_SUPERVISOR_PID"
 POLL_S = 1.0
@@ -22,6 +24,9 @@ def _watch(supervisor: int) -> None:
         time.sleep(POLL_S)
     # The supervisor makes a server the leader of its own process group, which holds the engine's processes too.
     assert os.getpgid(0) == os.getpid(), "a supervised server must lead its own process group"
+    # Nobody is left to do it afterwards; whoever has mapped a file keeps it until its end.
+    for path in shared_memory_of(group_members(os.getpid())):
+        path.unlink(missing_ok=True)
     os.killpg(0, signal.SIGTERM)
     time.sleep(GRACE_S)
     os.killpg(0, signal.SIGKILL)

@@ -6,19 +6,19 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.rollout.client import ReplicaClient
 from a3po_megatron.rollout.control import ReplicaError
+from a3po_megatron.rollout.process_group import group_members, shared_memory_of
 from a3po_megatron.rollout.sampling import SamplingSettings
 
 POLL_S = 0.2
 KILL_WAIT_S = 30.0  # for killed processes to be gone: the system may hold them in a driver or a network file system
 LOG_TAIL_BYTES = 2**18
-SHARED_MEMORY = Path("/dev/shm")
 
 
 class ServerFailed(RuntimeError):
@@ -141,36 +141,8 @@ async def free_port(config: RolloutConfig, slot: int, wait_s: float) -> int:
         await asyncio.sleep(POLL_S)
 
 
-def group_members(group: int) -> list[int]:
-    """Return the living processes (zombies left out) of a process group, from /proc."""
-    members = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                stat = Path("/proc", entry, "stat").read_text()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            state, _, its_group = stat.rpartition(")")[2].split()[:3]
-            if int(its_group) == group and state != "Z":
-                members.append(int(entry))
-    return members
-
-
 def _signal_group(group: int, number: signal.Signals) -> None:
     try:
         os.killpg(group, number)
     except ProcessLookupError:
         return  # all of it has ended
-
-
-def shared_memory_of(processes: Iterable[int]) -> set[Path]:
-    """Return the files in shared memory that these processes have mapped and nobody removes when they are killed."""
-    paths = set()
-    for process in processes:
-        try:
-            lines = Path("/proc", str(process), "maps").read_text().splitlines()
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-        mapped = (line.split(maxsplit=5)[5] for line in lines if line.count("/") and len(line.split(maxsplit=5)) == 6)
-        paths |= {Path(path) for path in mapped if Path(path).parent == SHARED_MEMORY}
-    return paths

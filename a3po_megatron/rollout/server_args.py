@@ -17,6 +17,7 @@ WEIGHT_BACKEND = "a3po_buckets"  # under which `weight_engine` registers itself
 MIDDLEWARE = "a3po_megatron.rollout.middleware.RequireTokenOfRun"
 CPU_BATCHED_TOKENS = 4096  # of one engine step, so that many short prompts are read at once
 WORKER_EXTENSION = "a3po_megatron.rollout.weight_engine.WorkerExtension"
+IN_ENGINE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # the worker in the engine's own process
 
 
 def server_command(config: RolloutConfig, model_path: str, device: str, port: int, seed: int) -> list[str]:
@@ -61,7 +62,9 @@ def _cpu_options(config: RolloutConfig) -> list[str]:
     # always read whole, which needs room for the longest.
     tokens = max(CPU_BATCHED_TOKENS, config.max_model_len, config.max_num_seqs)
     options = ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(tokens)]
-    return [*options, "--distributed-executor-backend", "mp"] if config.tensor_parallel > 1 else options
+    # By its short name, vLLM 0.32 takes "mp" instead on a CPU: it binds OpenMP's threads in the environment of a worker's process.
+    # `server_environment` binds none, so a single worker needs no process of its own, which would import everything once more.
+    return [*options, "--distributed-executor-backend", "mp" if config.tensor_parallel > 1 else IN_ENGINE]
 
 
 def server_environment(

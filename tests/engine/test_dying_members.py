@@ -52,7 +52,7 @@ class Run:
         return (await self.fleet.register(name, replica.url, 1))["state"]
 
     async def becomes_current(self, name: str) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (await self.fleet.register(name, self.replicas[name].url, 1))["state"] != "current":
                 await asyncio.sleep(0.02)
 
@@ -183,7 +183,7 @@ def test_damaged_files_are_refused_and_the_next_publication_mends_the_replica_th
             await these.sender.publish(tensors_of(1), 1)
             damage(tmp_path, kind)
             await these.add("b")
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while "b" not in these.fleet.status()["fenced"]:
                     await asyncio.sleep(0.02)
             assert reason in these.fleet.status()["fenced"]["b"]

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "slurm" / "qwen3_8b_dapo.sh"
 START_S = 400.0  # of vLLM and the actor on a busy machine
 RUN_S = 500.0
-FAILURE_S = 20.0  # from the death of a rank to the end of its job
+FAILURE_S = 60.0  # from the death of a rank to the end of its job; the other one's collective would wait for 120
 TINY = {
     "GPUS_PER_NODE": "0",
     "ACTOR_RANKS_PER_NODE": "1",

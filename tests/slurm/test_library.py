@@ -161,8 +161,7 @@ def test_the_second_of_actor_and_controller_has_a_deadline(job: Callable[..., St
 def test_the_warning_before_the_time_limit_ends_the_job_in_order(job: Callable[..., StubbedJob]) -> None:
     done = job(STUB_ACTOR="serve", STUB_CONTROLLER="serve")
     for role in ("actor", "controller", "rollout"):
-        done.wait_for_call(f"recipes.{role}")
-    time.sleep(0.5)  # the stand-ins set their traps
+        done.wait_for_call(f"serves {role}")  # its trap is set
     done.process.send_signal(signal.SIGUSR1)
     assert done.end() == 1, done.output
     assert "failed: the job's time is nearly over" in done.output
@@ -174,8 +173,7 @@ def test_a_cancelled_job_ends_in_order_although_the_signal_reaches_all_of_its_sc
 ) -> None:
     done = job(STUB_ACTOR="serve", STUB_CONTROLLER="serve")
     for role in ("actor", "controller", "rollout"):
-        done.wait_for_call(f"recipes.{role}")
-    time.sleep(0.5)  # the stand-ins set their traps
+        done.wait_for_call(f"serves {role}")  # its trap is set
     children = psutil.Process(done.process.pid).children()
     for process in [child for child in children if child.name() == "sleep"]:
         process.send_signal(signal.SIGTERM)  # SLURM signals every process of the batch script

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from a3po_megatron.rollout.server import shared_memory_of
+from a3po_megatron.rollout.process_group import shared_memory_of
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 400.0  # of a start or a run on a busy machine; a run takes 40 s on an idle one
@@ -28,6 +28,7 @@ SMALL = (
     "algorithm.num_minibatches=2",
     "run.num_steps=3",
 )
+LOOK_S = 1.0  # between two looks at all processes and what they have mapped, which cost a tenth of a second of a core
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Finished:
     folder: Path
     exit_code: int
     output: str
+    shared_memory: frozenset[Path] = frozenset()  # files that its processes were seen to have mapped
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
@@ -73,6 +75,7 @@ class Running:
                 start_new_session=True,
             )
         self.family: set[psutil.Process] = set()
+        self._looked_at = time.monotonic()
 
     def __enter__(self) -> "Running":
         return self
@@ -87,18 +90,25 @@ class Running:
     def finish(self) -> Finished:
         """Wait for the launcher and return what it said."""
         self.wait_until(lambda: self.launcher.poll() is not None)
-        return Finished(self.folder, self.launcher.wait(), self._screen.read_text())
+        return Finished(self.folder, self.launcher.wait(), self._screen.read_text(), frozenset(self.shared_memory))
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + self._deadline_s
         while not condition():
             assert time.monotonic() < deadline, self._screen.read_text()
-            self._look()
+            if time.monotonic() - self._looked_at > LOOK_S:
+                self._look()
             time.sleep(0.1)
 
     def wait_for_steps(self, count: int) -> None:
         path = self.folder / "metrics.jsonl"
         self.wait_until(lambda: path.exists() and len(path.read_bytes().splitlines()) >= count)
+
+    def kill(self, name: str) -> Finished:
+        """Kill the process of a role and return what the launcher said of it."""
+        self._look()
+        self.role(name).kill()
+        return self.finish()
 
     def role(self, name: str) -> psutil.Process:
         """Return the process of a role."""
@@ -112,6 +122,7 @@ class Running:
 
     def interrupt(self) -> None:
         """Press Ctrl-C."""
+        self._look()
         self.launcher.send_signal(signal.SIGINT)
 
     def nothing_is_left(self) -> bool:
@@ -133,6 +144,7 @@ class Running:
 
     def _look(self) -> set[psutil.Process]:
         """Remember every process of the run that is there now."""
+        self._looked_at = time.monotonic()
         if self.launcher.poll() is None:
             self.family |= set(psutil.Process(self.launcher.pid).children(recursive=True))
             self.shared_memory |= shared_memory_of(process.pid for process in self.family)

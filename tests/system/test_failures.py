@@ -1,25 +1,53 @@
 """However a run ends: a clear last line, a non-zero exit code, no process, port or shared memory left."""
 
 import socket
+from pathlib import Path
 
 import pytest
 
-from tests.system.runs import start
+from tests.golden.settings import overrides
+from tests.system.runs import Finished, start
 
-pytestmark = pytest.mark.timeout(1000)
+pytestmark = pytest.mark.timeout(1400)
 LONG = "run.num_steps=500"
 
 
-@pytest.mark.parametrize("name", ["actor", "rollout", "controller"])
-def test_a_killed_role_ends_the_run(tmp_path, model, name):
-    with start(tmp_path / "run", model, LONG) as running:
-        running.wait_for_steps(1)
-        assert running.shared_memory, "vLLM's processes share some, else this test sees nothing"
-        running.role(name).kill()
-        finished = running.finish()
+def kill_after(steps: int, role: str, folder: Path, model: Path, *settings: str) -> Finished:
+    """Kill a role of a run once it has trained these steps, and check what is said and left."""
+    with start(folder, model, *settings, LONG) as running:
+        running.wait_for_steps(steps)
+        finished = running.kill(role)
         assert finished.exit_code == 1
-        assert finished.last_line().startswith(f"error: the {name} was killed by SIGKILL; its whole log: ")
+        assert finished.last_line().startswith(f"error: the {role} was killed by SIGKILL; its whole log: ")
         assert running.nothing_is_left()
+        return finished
+
+
+# A run takes half a minute to start: each of the three that lose a role shows first how it trains.
+
+
+def test_a_lockstep_run_repeats_another_with_its_seed_and_a_killed_actor_ends_it(tmp_path, random_model, lockstep):
+    again = kill_after(5, "actor", tmp_path / "run", random_model, *overrides("loglinear"))
+    assert again.samples[:5] == lockstep.samples[:5]  # the last two come from versions 1 and 2
+    for name in ("loss", "grad_norm", "reward/mean", "staleness/mean"):
+        assert again.column(name)[:5] == pytest.approx(lockstep.column(name)[:5], abs=1e-5)
+
+
+def test_recompute_needs_a_forward_pass_more_a_microbatch_and_a_killed_controller_ends_it(
+    tmp_path, random_model, lockstep
+):
+    recompute = kill_after(3, "controller", tmp_path / "run", random_model, *overrides("recompute"))
+    assert recompute.column("forward_passes")[:3] == [2 * passes for passes in lockstep.column("forward_passes")[:3]]
+    assert recompute.column("staleness/max")[:3] == lockstep.column("staleness/max")[:3] == [0, 1, 2]
+
+
+def test_sync_needs_no_other_passes_than_loglinear_and_a_killed_rollout_ends_it(tmp_path, random_model, lockstep):
+    """Its server has two workers: only then do vLLM's processes share memory, which nobody removes when they are killed."""
+    settings = (*overrides("sync"), "rollout.tensor_parallel=2")
+    finished = kill_after(3, "rollout", tmp_path / "run", random_model, *settings)
+    assert finished.shared_memory, "vLLM's processes shared none: this test saw nothing"
+    assert finished.column("forward_passes")[:3] == lockstep.column("forward_passes")[:3]
+    assert max(finished.column("staleness/max")) == 0
 
 
 def test_ctrl_c_ends_the_run(tmp_path, model):

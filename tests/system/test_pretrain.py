@@ -4,10 +4,7 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from subprocess import PIPE
 
@@ -16,50 +13,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-ROOT = Path(__file__).parents[2]
-CONFIG = "configs/demo_warmstart.yaml"
+from tests.system.pretraining import command, ended, pretrain
+from tests.system.runs import ROOT
+
 TP2PP2 = ["actor.tensor_parallel=2", "actor.pipeline_parallel=2", "actor.sequence_parallel=true"]
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "recipes.pretrain", CONFIG, *arguments]
-
-
-def pretrain(*arguments: str, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
-    """Run to the end; a run that takes too long is ended with its ranks."""
-    with (
-        subprocess.Popen(command(*arguments), cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True) as process,
-        ended(process),
-    ):
-        stdout, stderr = process.communicate(timeout=timeout_s)
-    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
-
-
-@contextmanager
-def ended(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Leave no process of a run behind, whatever happens inside."""
-    try:
-        yield
-    finally:
-        if process.poll() is None:
-            for one in [*psutil.Process(process.pid).children(recursive=True), process]:
-                one.kill()
 
 
 def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole warm start on one rank."""
-    folder = tmp_path_factory.mktemp("trained") / "run"
-    run = pretrain(f"run.dir={folder}", timeout_s=240)
-    assert run.returncode == 0, run.stderr
-    return folder
-
-
-@pytest.mark.timeout(260)
+@pytest.mark.timeout(460)
 def test_the_warm_start_reaches_its_accuracy_and_writes_a_folder_that_transformers_loads(trained: Path) -> None:
     last = rows(trained)[-1]
     assert last["eval/accuracy"] >= 0.54
@@ -78,17 +42,27 @@ def test_the_warm_start_reaches_its_accuracy_and_writes_a_folder_that_transforme
     assert right >= 13
 
 
-@pytest.mark.timeout(320)
+@pytest.mark.timeout(600)
 def test_four_ranks_learn_alike(trained: Path, tmp_path: Path) -> None:
-    """TP2 x PP2 with sequence parallelism: the first losses are those of one rank, and so is the accuracy it ends with."""
+    """TP2 x PP2 with sequence parallelism: the first losses and accuracies are those of one rank."""
     folder = tmp_path / "run"
-    run = pretrain(f"run.dir={folder}", *TP2PP2, timeout_s=300)
+    run = pretrain(f"run.dir={folder}", *TP2PP2, "run.num_steps=12", timeout_s=300)
     assert run.returncode == 0, run.stderr
-    for row, other in zip(rows(folder)[:12], rows(trained)[:12], strict=True):
+    for row, other in zip(rows(folder), rows(trained)[:12], strict=True):
         # The layouts add float32 in another order, and twelve steps of Adam enlarge that a little.
         assert row["loss"] == pytest.approx(other["loss"], abs=1e-4), row["step"]
-    assert rows(folder)[-1]["eval/accuracy"] >= 0.54
+        if row["step"] in (5, 10):  # of 1000 questions, a few on which two answers are as good as each other
+            assert row["eval/accuracy"] == pytest.approx(other["eval/accuracy"], abs=0.005)
     AutoModelForCausalLM.from_pretrained(folder / "model")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_four_ranks_reach_the_accuracy_of_one(tmp_path: Path) -> None:
+    """A sweep, because it takes a minute more than its first twelve steps, which `test_four_ranks_learn_alike` compares."""
+    run = pretrain(f"run.dir={tmp_path / 'run'}", *TP2PP2, timeout_s=500)
+    assert run.returncode == 0, run.stderr
+    assert rows(tmp_path / "run")[-1]["eval/accuracy"] >= 0.54
 
 
 @pytest.mark.timeout(240)
@@ -127,7 +101,7 @@ def kill_during_a_save(folder: Path, *settings: str) -> int:
             assert time.monotonic() < deadline, "no save was seen half done"
             assert run.poll() is None, run.stderr.read() if run.stderr else ""
             if not half_written(folder):
-                time.sleep(0.001)
+                time.sleep(0.002)
                 continue
             processes = [*psutil.Process(run.pid).children(recursive=True), psutil.Process(run.pid)]
             for process in processes:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.golden.model import write_random_model
 from tests.golden.settings import NUM_STEPS, TOLERANCE, overrides
 from tests.golden.stored import column_names, read
 from tests.system.runs import Finished, run
@@ -17,7 +16,6 @@ COLUMNS = {
     *("time/step_s", "time/prox_s", "time/wait_s", "time/publish_s", "policy/clip_fraction", "policy/ratio_max"),
     *("policy/behavior_weight_max", "policy/behavior_weight_mean", "parity/logprob_max_abs", "rollout/tokens_per_s"),
 }
-LOCKSTEP = ("controller.schedule=lockstep", "controller.max_staleness=2")
 GOLDEN = overrides("loglinear")
 NEAR_TIES = 2  # samples of a step of which rounding may decide; with other seeds, nearly all of its 32 would differ
 
@@ -34,17 +32,6 @@ def free(runs: Path, model: Path) -> Finished:
     few = ("controller.max_concurrent_groups=1", "controller.prompts_per_batch=32", "rollout.stream_interval=1")
     evaluation = ("controller.max_eval_problems=50", "controller.eval_every=5")
     return run(runs / "free", model, "run.num_steps=12", *few, *evaluation)
-
-
-@pytest.fixture(scope="module")
-def random_model(runs: Path) -> Path:
-    return write_random_model(runs / "random_model")
-
-
-@pytest.fixture(scope="module")
-def lockstep(runs: Path, random_model: Path) -> Finished:
-    """The golden run of loglinear, on this machine."""
-    return run(runs / "lockstep", random_model, *GOLDEN)
 
 
 def test_every_step_has_a_row_with_every_column(free):
@@ -110,32 +97,23 @@ def test_the_run_ends_with_a_table_a_picture_and_a_model(free):
     assert "step 12/12" in free.output
 
 
-def test_two_lockstep_runs_with_one_seed_are_the_same(lockstep, runs, random_model):
-    again = run(runs / "again", random_model, *GOLDEN, "run.num_steps=5")  # the last two come from versions 1 and 2
-    assert again.samples == lockstep.samples[:5]
-    for name in ("loss", "grad_norm", "reward/mean", "staleness/mean"):
-        assert again.column(name) == pytest.approx(lockstep.column(name)[:5], abs=1e-5)
+@pytest.mark.parametrize(
+    ("tensor", "pipeline"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.full)], ids=["PP2", "TP2xPP2"]
+)
+def test_several_ranks_train_as_one(lockstep, runs, random_model, tensor, pipeline):
+    """The first three batches come from version 0 in both runs, so the layouts get the same samples.
 
-
-def test_four_ranks_train_as_one(lockstep, runs, random_model):
-    """The first three batches come from version 0 in both runs, so the layouts get the same samples."""
-    layout = ("actor.tensor_parallel=2", "actor.pipeline_parallel=2")
-    four = run(runs / "tp2pp2", random_model, *GOLDEN, *layout, "run.num_steps=3")
-    assert four.samples == lockstep.samples[:3]
+    Four ranks are a sweep: tests/distributed trains and publishes at TP2 x PP2 in each of its parts, on ranks that it shares.
+    """
+    layout = (f"actor.tensor_parallel={tensor}", f"actor.pipeline_parallel={pipeline}")
+    several = run(runs / f"tp{tensor}pp{pipeline}", random_model, *GOLDEN, *layout, "run.num_steps=3")
+    assert several.samples == lockstep.samples[:3]
     for name in ("loss", "grad_norm"):
-        assert four.column(name) == pytest.approx(lockstep.column(name)[:3], abs=1e-5)
+        assert several.column(name) == pytest.approx(lockstep.column(name)[:3], abs=1e-5)
 
 
-def test_only_recompute_needs_more_forward_passes(lockstep, runs, model):
-    sync = run(runs / "sync", model, "algorithm.method=sync", LOCKSTEP[0], "controller.max_staleness=0")
-    recompute = run(runs / "recompute", model, "algorithm.method=recompute", *LOCKSTEP)
-    steps = lockstep.column("forward_passes")[:3]
-    assert steps == sync.column("forward_passes")
-    assert recompute.column("forward_passes") == [2 * passes for passes in steps]  # one more a microbatch
-    assert max(sync.column("staleness/max")) == 0
-    assert max(lockstep.column("staleness/max")) == 2
-
-
+@pytest.mark.full
 def test_plain_ppo_on_stale_data_runs(runs, model):
+    """A sweep: tests/distributed/test_objective.py compares this method with autograd; the other three run here to the end."""
     behavior = run(runs / "behavior", model, "algorithm.method=behavior", "run.num_steps=2")
     assert all(row["policy/behavior_weight_max"] == 1.0 for row in behavior.rows)

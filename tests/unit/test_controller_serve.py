@@ -72,7 +72,7 @@ def test_a_run_over_a_real_socket_from_the_first_batch_to_the_last_evaluation(tm
 def test_the_actor_hears_at_once_that_the_controller_failed(tmp_path: Path, port: int) -> None:
     async def main() -> tuple[BaseException, ControllerError, float]:
         fleet = FakeFleet()
-        controller = make_controller(tmp_path, fleet, 4, port=port, poll_s=20.0)
+        controller = make_controller(tmp_path, fleet, 4, port=port, poll_s=100.0)
         link = ActorLink(controller.config, TOKEN)
         serving = asyncio.create_task(serve(controller, TOKEN, bind("127.0.0.1", port)))
         call = asyncio.create_task(asyncio.to_thread(link.next_batch, 0))
@@ -88,15 +88,18 @@ def test_the_actor_hears_at_once_that_the_controller_failed(tmp_path: Path, port
     cause, told, time_s = asyncio.run(main())
     assert str(cause) == "replica melted"
     assert "/batch" in str(told)
-    assert time_s < 10
+    assert time_s < 60
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_and_says_where_it_was(tmp_path: Path, port: int, number: signal.Signals) -> None:
     async def main() -> None:
         controller = make_controller(tmp_path, FakeFleet(), 4, port=port)
+        before = signal.getsignal(number)
         serving = asyncio.create_task(serve(controller, TOKEN, bind("127.0.0.1", port)))
-        await asyncio.sleep(0.3)
+        async with asyncio.timeout(60):
+            while signal.getsignal(number) is before:
+                await asyncio.sleep(0.01)
         os.kill(os.getpid(), number)
         await serving
 

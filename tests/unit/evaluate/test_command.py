@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from a3po_megatron.rollout.server import shared_memory_of
+from a3po_megatron.rollout.process_group import shared_memory_of
 
 pytestmark = pytest.mark.timeout(240)
 ROOT = Path(__file__).parents[3]

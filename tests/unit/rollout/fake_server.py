@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from multiprocessing import shared_memory
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
@@ -62,6 +61,15 @@ class Handler(BaseHTTPRequestHandler):
         """Stay quiet."""
 
 
+def start_child(memory: Path) -> None:
+    """Start a child that shares memory with nobody to remove it, as vLLM's workers do, and wait until it has mapped it."""
+    memory.write_bytes(bytes(1024))
+    code = "import mmap, sys, time; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); print(flush=True); time.sleep(600)"
+    child = subprocess.Popen([sys.executable, "-c", code, str(memory)], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+
+
 def main() -> None:
     """Serve until killed."""
     port, mode = int(sys.argv[1]), sys.argv[2]
@@ -70,8 +78,7 @@ def main() -> None:
     if mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     orphan_watch.start_if_asked()
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    _segment = shared_memory.SharedMemory(create=True, size=1024)
+    start_child(Path(f"/dev/shm/a3po-fake-{os.getpid()}"))
     ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 

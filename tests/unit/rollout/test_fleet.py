@@ -322,17 +322,17 @@ def test_an_nccl_group_is_asked_for_an_id_once_an_epoch(tmp_path):
 
 def test_a_replica_that_dies_while_it_receives_ends_the_wait_for_it(tmp_path):
     async def run():
-        setup = Setup(tmp_path, "a", transfer_timeout_s=60.0)
+        setup = Setup(tmp_path, "a", transfer_timeout_s=600.0)
         await setup.register("a")
 
         async def never(replica, *arguments):
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
 
         for replica in setup.fleet._replicas:
             replica.client.update_weights = never
         await setup.fleet.begin_publication(1, MANIFEST)
         await setup.fleet.deregister("a", "killed by SIGKILL")
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(60):
             assert (await setup.fleet.finish_publication(1)).again
 
     asyncio.run(run())
@@ -364,7 +364,7 @@ def test_a_publication_names_the_reason_for_which_a_member_was_dropped(tmp_path)
         fleet["a"].client.update_weights = never
         await setup.fleet.begin_publication(1, MANIFEST)
         await setup.fleet.deregister("a", "killed by SIGKILL")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             return await setup.fleet.finish_publication(1)
 
     failed = asyncio.run(run()).failed

@@ -64,6 +64,15 @@ def test_a_cpu_server_never_reads_a_prompt_in_pieces(model, max_model_len):
     assert "--no-enable-chunked-prefill" not in server_command(RolloutConfig(), model, "cuda", 1, 0)
 
 
+@pytest.mark.parametrize(("workers", "executor"), [(1, "UniProcExecutor"), (2, "mp")])
+def test_a_single_cpu_worker_lives_in_the_engines_process(model, workers, executor):
+    """Given as a class: vllm/platforms/cpu.py turns the name "uni" into "mp", a process that imports vLLM once more."""
+    command = server_command(RolloutConfig(tensor_parallel=workers), model, "cpu", 1, 0)
+    assert value_of(command, "--distributed-executor-backend").rpartition(".")[2] == executor
+    on_a_gpu = server_command(RolloutConfig(tensor_parallel=workers), model, "cuda", 1, 0)
+    assert "--distributed-executor-backend" not in on_a_gpu  # vLLM's own choice
+
+
 def test_a_folder_without_a_model_is_named(tmp_path):
     with pytest.raises(UserError, match=r"model.path=.*no config.json"):
         server_command(RolloutConfig(), str(tmp_path), "cpu", 1, 0)

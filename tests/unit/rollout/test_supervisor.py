@@ -15,7 +15,8 @@ import pytest
 
 from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.errors import UserError
-from a3po_megatron.rollout.server import free_port, shared_memory_of
+from a3po_megatron.rollout.process_group import shared_memory_of
+from a3po_megatron.rollout.server import free_port
 from tests.fake_controller import FakeController
 
 RUN_SUPERVISOR = Path(__file__).with_name("run_supervisor.py")
@@ -27,7 +28,7 @@ QUICK = [
     "rollout.max_restarts=2",
 ]
 DEADLINE_S = 60.0  # generous: the machine may be busy
-PROCESSES = 3  # of one stand-in: itself, its child, its resource tracker
+PROCESSES = 2  # of one stand-in: itself and its child
 
 
 @pytest.fixture
