@@ -22,13 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from a3po_megatron.config.model_shape import ModelShape, read_model_shape
-from a3po_megatron.config.schema import ActorConfig, ModelConfig, OptimizerConfig, RolloutConfig
+from a3po_megatron.config.rollout import RolloutConfig
+from a3po_megatron.config.schema import ActorConfig, ModelConfig, OptimizerConfig
 from a3po_megatron.errors import UserError, exit_on_user_error
 from a3po_megatron.launch.ranks import become_only_rank
 from a3po_megatron.rollout.client import Generation, ReplicaClient
 from a3po_megatron.rollout.sampling import SamplingSettings
 from a3po_megatron.rollout.server import Server, choose_port
-from a3po_megatron.rollout.server_args import choose_device, server_command, server_environment
+from a3po_megatron.rollout.server_args import server_command, server_device, server_environment
 
 PROMPT_TOKENS = (4, 16)
 ACTORS = ("float32/fp32", "bfloat16/fp32", "bfloat16/none")  # actor.dtype/actor.moe_router_dtype
@@ -56,7 +57,7 @@ async def generate(folder: Path, shape: ModelShape, config: RolloutConfig, count
     """Start a server on `folder` and let it write `count` responses, one after the other."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, shape.vocab_size, rng.integers(*PROMPT_TOKENS)) for _ in range(count)]
-    device, token = choose_device(config), secrets.token_hex(32)
+    device, token = server_device(config), secrets.token_hex(32)
     port = choose_port(config, 0)
     command = server_command(config, str(folder), device, port, seed)
     command += ["--worker-extension-cls", "tools.routing_capture.RoutingExtension"]

@@ -34,7 +34,7 @@ def measure(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> 
     return found["actors"]
 
 
-@pytest.mark.timeout(600)  # a server, and a process that imports megatron: half a minute on a quiet core
+@pytest.mark.timeout(600)  # a server, and a process that imports megatron: a minute on two shared cores
 def test_in_float32_the_actor_sends_tokens_where_vllm_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = measure(tmp_path, capsys, "--rollout-dtype", "float32", "--actors", "float32/fp32")["float32/fp32"]
     assert len(figures["of_layers"]) == LAYERS
