@@ -31,27 +31,14 @@ MEGABYTE = 1e6
 AIM = 0.8  # of the raw broadcast's speed
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2_135m": {
-        "model_type": "llama",
-        "num_hidden_layers": 30,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 49152,
-        "tie_word_embeddings": True,
+        "model_type": "llama", "num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
     },
     "qwen3_100m": {
-        "model_type": "qwen3",
-        "num_hidden_layers": 12,
-        "hidden_size": 640,
-        "intermediate_size": 1920,
-        "num_attention_heads": 10,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "vocab_size": 49152,
-        "tie_word_embeddings": False,
+        "model_type": "qwen3", "num_hidden_layers": 12, "hidden_size": 640, "intermediate_size": 1920, "head_dim": 64,
+        "num_attention_heads": 10, "num_key_value_heads": 2, "vocab_size": 49152, "tie_word_embeddings": False,
     },
-}
+}  # fmt: skip
 COMMON = {"max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu"}
 
 
@@ -179,18 +166,17 @@ class FleetLink:
     def _do[T](self, call: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(call, self._loop).result()
 
-    def begin_publication(self, manifest: Any) -> dict[str, Any]:
+    def begin_publication(self, manifest: Any) -> Any:
         """Pause the replicas and let them receive."""
         fields = {"names": manifest.names, "dtypes": manifest.dtypes, "shapes": manifest.shapes}
-        plan = self._do(self.fleet.begin_publication(manifest.version, fields, manifest.transfer))
-        return plan | {"waited_s": 0.0}
+        return self._do(self.fleet.begin_publication(manifest.version, fields, manifest.transfer))
 
-    def finish_publication(self, message: Any) -> dict[str, Any]:
+    def finish_publication(self, message: Any) -> Any:
         """Wait for them and let them go on."""
         began = time.perf_counter()
         outcome = self._do(self.fleet.finish_publication(message.version, message.error, message.kept))
         self.finish_s = time.perf_counter() - began
-        self.failed |= outcome["failed"]
+        self.failed |= outcome.failed
         return outcome
 
 

@@ -101,7 +101,9 @@ def inspect(arguments: argparse.Namespace) -> int:
     """Say what a folder or file is: format, family, shape, parameters, type, step, layout."""
     from a3po_megatron.convert.inspection import inspect
 
-    print("\n".join(inspect(arguments.path, own_config(arguments.path, arguments.config)).lines(arguments.tensors)))
+    meter = Meter()
+    found = inspect(arguments.path, own_config(arguments.path, arguments.config))
+    print("\n".join([*found.lines(arguments.tensors), meter.line()]))
     return 0
 
 
@@ -118,6 +120,7 @@ def verify(arguments: argparse.Namespace) -> int:
     from a3po_megatron.actor import device
     from a3po_megatron.actor.scoring import SETTINGS
 
+    meter = Meter()
     device.start(SETTINGS)
     try:
         found = verify.compare(*paths, configs, tokens)
@@ -128,6 +131,7 @@ def verify(arguments: argparse.Namespace) -> int:
         f"{verdict}: over {found.num_tokens} tokens the log-probabilities differ by at most {found.max_difference:.3g} "
         f"(tolerance {arguments.tolerance:g}); their means are {found.mean_logprobs[0]:.6f} and {found.mean_logprobs[1]:.6f}"
     )
+    print(meter.line())
     return int(verdict != "the same")
 
 
@@ -140,13 +144,16 @@ class Meter:
         self.start = time.monotonic()
         self.memory = PeakMemory()
 
+    def line(self) -> str:
+        """Return the peak memory in words."""
+        return f"peak memory {self.memory.bytes_above_start() / 1e6:.0f} MB above the imports"
+
     def report(self, destination: Path, summary: "Summary", ignored: dict[str, int] | None = None) -> None:
         """Print what was written, and what was left out."""
-        peak = self.memory.bytes_above_start()
         print(
             f"{destination}: {summary.num_tensors} tensors, {summary.num_parameters / 1e6:.1f} M parameters, "
             f"{' and '.join(summary.dtypes)}, {summary.num_bytes / 1e6:.0f} MB in {time.monotonic() - self.start:.1f} s; "
-            f"peak memory {peak / 1e6:.0f} MB above the imports, largest tensor {summary.largest_bytes / 1e6:.0f} MB"
+            f"{self.line()}, largest tensor {summary.largest_bytes / 1e6:.0f} MB"
         )
         for what, count in (ignored or {}).items():
             print(f"left out: {what} ({count} keys)")

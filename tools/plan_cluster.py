@@ -96,7 +96,12 @@ def main(arguments: Sequence[str]) -> int:
     cluster = Cluster(options.nodes, options.gpus_per_node, options.gpu_memory_gb * GB)
     plan = make_plan(config, shape, cluster, work, rates)
     if options.json:
-        totals = {"actor_total_bytes": plan.actor.total, "kv_tokens": plan.server.kv_tokens, "step_s": plan.time.step_s}
+        totals = {
+            "actor_total_bytes": plan.actor.total,
+            "host_total_bytes": plan.host.total,
+            "kv_tokens": plan.server.kv_tokens,
+            "step_s": plan.time.step_s,
+        }
         print(json.dumps(asdict(plan) | totals | {"workload": asdict(work), "rates": asdict(rates)}))
     elif options.comment:
         print(report.comment(config, plan, cluster, work, rates))

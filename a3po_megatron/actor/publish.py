@@ -8,8 +8,9 @@ controller and is in the weight group. A model with a tied head sends its embedd
 """
 
 import base64
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from a3po_megatron.actor.actor import Actor
 from a3po_megatron.actor.control import ControlGroup
@@ -21,6 +22,7 @@ from a3po_megatron.rollout.buckets import TensorSpec, manifest_of
 from a3po_megatron.rollout.nccl_group import new_unique_id
 from a3po_megatron.rollout.rendezvous import choose_transfer, join_group
 from a3po_megatron.rollout.transfer_group import SENDER_RANK, GroupBroken
+from a3po_megatron.rollout.transfer_messages import PublicationOutcome, SendPlan
 from a3po_megatron.rollout.weight_sender import Sent, WeightSender
 
 SEND = b"send"  # rank 0's word to the others: walk through the export
@@ -33,10 +35,10 @@ class NotPublishable(RuntimeError):
 class PublicationLink(Protocol):
     """The part of `controller/link.py` that a publication needs."""
 
-    def begin_publication(self, manifest: WeightManifest) -> dict[str, Any]:
+    def begin_publication(self, manifest: WeightManifest) -> SendPlan:
         """Pause the fleet; return whom to send to."""
 
-    def finish_publication(self, message: PublicationSent) -> dict[str, Any]:
+    def finish_publication(self, message: PublicationSent) -> PublicationOutcome:
         """Wait until the fleet serves the version and resume it, or answer `again`."""
 
 
@@ -69,15 +71,15 @@ class Publisher:
         waited_s, again = 0.0, True
         while again:
             plan = self._begin(version)
-            waited_s += float(plan["waited_s"])
+            waited_s += plan.waited_s
             sent = self._attempt(version, plan)
             if sent.keep_error:
                 self._say_not_kept(version, sent.keep_error)
             message = PublicationSent(version, sent.error, sent.kept)
             outcome = self._finish(message)
-            for name, reason in outcome["failed"].items():
+            for name, reason in outcome.failed.items():
                 print(f"actor: version {version} did not reach replica {name}: {reason}", flush=True)
-            again = outcome["again"]
+            again = outcome.again
         self._control.tell(b"")
         return waited_s
 
@@ -87,17 +89,17 @@ class Publisher:
             self._sender.close()
         self._sender = self._epoch = None
 
-    def _begin(self, version: int) -> dict[str, Any]:
+    def _begin(self, version: int) -> SendPlan:
         assert self._link is not None
         lists = manifest_of(self._specs)
         manifest = WeightManifest(version, lists["names"], lists["dtypes"], lists["shapes"], transfer=self._transfer)
         plan = self._link.begin_publication(manifest)
-        if plan["unique_id_wanted"]:
+        if plan.unique_id_wanted:
             manifest.unique_id = base64.b64encode(new_unique_id()).decode()
-            plan = self._link.begin_publication(manifest) | {"waited_s": plan["waited_s"]}
+            plan = replace(self._link.begin_publication(manifest), waited_s=plan.waited_s)
         return plan
 
-    def _finish(self, message: PublicationSent) -> dict[str, Any]:
+    def _finish(self, message: PublicationSent) -> PublicationOutcome:
         assert self._link is not None
         try:
             return self._link.finish_publication(message)
@@ -106,9 +108,9 @@ class Publisher:
                 raise
             raise NotPublishable(f"publication of version {message.version}: {message.error}; {known}") from known
 
-    def _attempt(self, version: int, plan: dict[str, Any]) -> Sent:
+    def _attempt(self, version: int, plan: SendPlan) -> Sent:
         """Join the group if it is new, and send."""
-        if not plan["members"]:
+        if not plan.members:
             return Sent()  # whoever lacked the weights has died meanwhile
         try:
             self._join(plan)
@@ -116,23 +118,23 @@ class Publisher:
             return Sent(error=str(error))
         self._control.tell(SEND)
         assert self._sender is not None
-        keep_in = Path(plan["keep_in"]) if plan["keep_in"] else None
+        keep_in = Path(plan.keep_in) if plan.keep_in else None
         stream = self._actor.export_weights(to_first_rank=True, room=self._sender.room)
-        sent = self._sender.send(self._specs, stream, version, plan["bucket_bytes"], keep_in)
+        sent = self._sender.send(self._specs, stream, version, plan.bucket_bytes, keep_in)
         if sent.error:
             self.close()
         return sent
 
-    def _join(self, plan: dict[str, Any]) -> None:
+    def _join(self, plan: SendPlan) -> None:
         """Be in the group of the plan's epoch; one sender without a group serves for files."""
         if self._transfer == "file":
             self._sender = self._sender or WeightSender(None)
-        elif self._sender is None or plan["epoch"] != self._epoch:
+        elif self._sender is None or plan.epoch != self._epoch:
             self.close()
             group = join_group(
-                plan["rendezvous"], SENDER_RANK, self._rollout.transfer_timeout_s, self._actor.settings.host
+                plan.rendezvous, SENDER_RANK, self._rollout.transfer_timeout_s, self._actor.settings.host
             )
-            self._sender, self._epoch = WeightSender(group), plan["epoch"]
+            self._sender, self._epoch = WeightSender(group), plan.epoch
 
     def _say_not_kept(self, version: int, reason: str) -> None:
         if self._transfer == "file":

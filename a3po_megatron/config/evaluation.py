@@ -29,7 +29,8 @@ class EvaluateConfig:
     seed: int = 0  # of the sampling; request i of a problem has the same seed in every evaluation
     max_concurrent: int = 0  # requests in flight; 0: rollout.num_servers x rollout.max_num_seqs
     timeout_s: float = 86400.0  # of all responses together
-    # How vLLM is started and asked; of a running fleet only the length limits and deadlines of a request
+    # How vLLM is started and asked; of a running fleet only the length limits and deadlines of a request. A model of fewer
+    # positions than the default `max_model_len` gets its own as default, half of them for the response
     rollout: RolloutConfig = field(
         default_factory=lambda: RolloutConfig(
             max_model_len=2048, max_response_tokens=1024, kv_cache_bytes=1073741824, max_restarts=1

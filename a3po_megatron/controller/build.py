@@ -17,8 +17,7 @@ from a3po_megatron.data.load import load_task
 from a3po_megatron.data.source import PromptSource
 from a3po_megatron.errors import UserError
 from a3po_megatron.evaluate.check import OF_RUN, check_samples
-from a3po_megatron.records import Float32, Problem
-from a3po_megatron.reward.base import shuffled_rewards
+from a3po_megatron.records import Problem
 from a3po_megatron.reward.build import Rewards, check_reward
 from a3po_megatron.rollout.fleet import Fleet
 from a3po_megatron.rollout.sampling import SamplingSettings, check_rollout
@@ -40,9 +39,6 @@ def build_controller(config: TrainConfig, token: str) -> Controller:
         print(*data.report.lines(), sep="\n", flush=True)
     vocab_size = read_model_shape(config.model.path).vocab_size
 
-    def reshuffle(rewards: Float32, batch_index: int) -> Float32:
-        return shuffled_rewards(rewards, config.run.seed, batch_index)
-
     rewards = Rewards(config.reward, data.decode_answer, config.rollout.max_response_tokens)
     rewards.check([*data.train, *heldout])
     parts = Parts(
@@ -52,7 +48,7 @@ def build_controller(config: TrainConfig, token: str) -> Controller:
         reward=rewards.training,
         evaluation_reward=rewards.evaluation,
         advantage=config.advantage,
-        reshuffle_rewards=reshuffle if config.reward.shuffle else None,
+        shuffle_rewards=config.reward.shuffle,
         sampling=SamplingSettings.from_config(config.rollout),
         evaluation_sampling=SamplingSettings.from_config(config.rollout, config.controller.eval_temperature),
         files=files,

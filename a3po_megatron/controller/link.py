@@ -3,8 +3,8 @@
 while (batch := link.next_batch(version)) is not None:
     ... train ...
     plan = link.begin_publication(manifest)     # replicas pause
-    ... send the weights to plan["members"] ...
-    outcome = link.finish_publication(messages.PublicationSent(version + 1))   # outcome["again"]: repeat
+    ... send the weights to plan.members ...
+    outcome = link.finish_publication(messages.PublicationSent(version + 1))   # outcome.again: repeat
     link.report_step(step, version, metrics)
     version += 1
 link.done("finished")
@@ -12,7 +12,7 @@ link.done("finished")
 
 import time
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import httpx
 import msgspec
@@ -22,6 +22,7 @@ from a3po_megatron.config.address import url_of
 from a3po_megatron.config.controller import ControllerConfig
 from a3po_megatron.controller import messages
 from a3po_megatron.records import Batch
+from a3po_megatron.rollout.transfer_messages import PublicationOutcome, SendPlan
 
 SLACK_S = 30.0  # what an answer may take beyond the wait that the controller itself ends
 RETRY_S = 0.2
@@ -74,19 +75,16 @@ class ActorLink:
             f"{version}; the controller log says what it waits for"
         )
 
-    def begin_publication(self, manifest: messages.WeightManifest) -> dict[str, Any]:
-        """Return whom to send `manifest`'s tensors to: see `rollout/publication.py`, and `waited_s`."""
+    def begin_publication(self, manifest: messages.WeightManifest) -> SendPlan:
+        """Return whom to send `manifest`'s tensors to: see `rollout/publication.py`."""
         waits_s = self._config.evaluation_timeout_s + 2 * self._config.publication_timeout_s
         answer = self._post("/publish/begin", manifest, waits_s)
-        return wire.decode(answer.content, dict)
+        return wire.decode(answer.content, SendPlan)
 
-    def finish_publication(self, message: messages.PublicationSent) -> dict[str, Any]:
-        """Return when the fleet serves the version: its `members`, and the members that `failed` and were dropped.
-
-        `again`: survivors lack it; begin and send once more.
-        """
+    def finish_publication(self, message: messages.PublicationSent) -> PublicationOutcome:
+        """Return when the fleet serves the version, or wants it `again`."""
         answer = self._post("/publish/finish", message, self._config.publication_timeout_s)
-        return wire.decode(answer.content, dict)
+        return wire.decode(answer.content, PublicationOutcome)
 
     def report_step(self, step: int, version: int, metrics: dict[str, float | int | None]) -> None:
         """Hand over the actor's part of a row; `version` is the one at which the step's batch was trained."""

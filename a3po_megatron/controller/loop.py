@@ -19,6 +19,8 @@ condition over the fields of `Controller`, looked at again after every change, w
 
 import asyncio
 import time
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from a3po_megatron.batching.buffer import GroupBuffer
@@ -34,7 +36,9 @@ from a3po_megatron.controller.rows import StepMetrics, progress_line, sampled_me
 from a3po_megatron.controller.snapshot import Snapshot, copy_unfinished
 from a3po_megatron.controller.waiting import Changes
 from a3po_megatron.records import Batch, Group
+from a3po_megatron.reward.base import shuffled_rewards
 from a3po_megatron.rollout.client import PartialGeneration
+from a3po_megatron.rollout.transfer_messages import PublicationOutcome, SendPlan
 
 PUBLISH_AGAIN: Literal["publish again"] = "publish again"
 
@@ -66,7 +70,6 @@ class Controller:
         self._handed_out: tuple[int, Batch] | None = None  # (version, the batch that is trained at it)
         self._actor_calls = 0  # in progress
         self._actor_signs = 0  # of life: starts and ends of its calls
-        self._first_batch_at: float | None = None
         self._step_metrics = StepMetrics(time.monotonic())
 
     # Background
@@ -190,14 +193,13 @@ class Controller:
         return self._handed_out[1]
 
     async def _make_batch(self, version: int) -> Batch:
-        reshuffle = self.parts.reshuffle_rewards
         groups = self.buffer.take()
-        batch = batch_of(
-            groups, self.parts.advantage, None if reshuffle is None else lambda rewards: reshuffle(rewards, version)
+        reshuffle = (
+            partial(shuffled_rewards, seed=self.seed, batch_index=version) if self.parts.shuffle_rewards else None
         )
+        batch = batch_of(groups, self.parts.advantage, reshuffle)
         metrics = sampled_metrics(batch, version, self.config.max_staleness, self.config.samples_per_prompt)
         now = time.monotonic()
-        self._first_batch_at = self._first_batch_at or now
         self._step_metrics.handed_out(now, metrics)
         self._handed_out = version, batch
         self.changes.notify()
@@ -205,21 +207,21 @@ class Controller:
         await asyncio.to_thread(self.parts.files.write_samples, batch, version, reasons)  # token streams go on
         return batch
 
-    async def begin_publication(self, manifest: WeightManifest) -> dict[str, Any]:
+    async def begin_publication(self, manifest: WeightManifest) -> SendPlan:
         """Make the fleet ready to receive the weights of the next version; return whom to send them to.
 
         Also those of the same version once more: when the last attempt broke off, or every replica was restarted.
         Waits for an evaluation that must have one version and, in lockstep, for every group that must come from the
-        version that is replaced; the answer's `waited_s` is how long. Woken by a finished group, an evaluation. Raises
+        version that is replaced; Woken by a finished group, an evaluation. Raises
         Refused for any other version.
         """
         if self.publishing.repeats(manifest.version, self.version):
-            return {**await self.publishing.begin(manifest), "waited_s": 0.0}
+            return await self.publishing.begin(manifest)
         began = time.monotonic()
         self._step_metrics.training_ended(began)
         await self._version_may_go()
         waited_s = time.monotonic() - began
-        return {**await self.publishing.begin(manifest), "waited_s": waited_s}
+        return replace(await self.publishing.begin(manifest), waited_s=waited_s)
 
     async def _version_may_go(self) -> None:
         """Wait for what must come from the live version; when no replica can get it any more, for nothing.
@@ -244,13 +246,13 @@ class Controller:
                 "has lost and no file holds; rollout.keep_published=true keeps it"
             )
 
-    async def finish_publication(self, sent: PublicationSent) -> dict[str, Any]:
-        """Make the version the run's once the fleet serves it; return its members, those that failed, and `again`.
+    async def finish_publication(self, sent: PublicationSent) -> PublicationOutcome:
+        """Make the version the run's once the fleet serves it.
 
         Waits for the replicas. Raises Refused if this publication was not begun.
         """
         outcome = await self.publishing.finish(sent, self.version)
-        if not outcome["again"]:
+        if not outcome.again:
             self.version = sent.version
             self.changes.notify()
         return outcome
@@ -262,12 +264,11 @@ class Controller:
         """
         if self._handed_out is None or self._handed_out[0] != report.version:
             raise Refused(f"a report of step {report.step}: the batch of version {report.version} was not the last one")
-        row = {"step": report.step, "version": report.version, **self._step_metrics.row(time.monotonic())}
-        row |= self.places.row() | self.evaluations.new_metrics()
-        self.last_row = {**row, **report.metrics}
+        now = time.monotonic()
+        row = {"step": report.step, "version": report.version, **self._step_metrics.row(now)}
+        self.last_row = {**row, **self.places.row(), **self.evaluations.new_metrics(), **report.metrics}
         self.parts.files.write_row(self.last_row)
-        assert self._first_batch_at is not None, "a batch was handed out"
-        self.parts.say(progress_line(self.last_row, self.num_steps, time.monotonic() - self._first_batch_at))
+        self.parts.say(progress_line(self.last_row, self.num_steps, self._step_metrics.elapsed_s(now)))
 
     def actor_is_done(self, reason: str) -> None:
         """End the run: what still runs is cancelled, the live version is evaluated."""

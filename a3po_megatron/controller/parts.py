@@ -7,11 +7,11 @@ from typing import Any, Protocol
 from a3po_megatron.config.controller import AdvantageConfig
 from a3po_megatron.controller.rows import RunFiles
 from a3po_megatron.data.source import PromptSource
-from a3po_megatron.records import Float32, Problem
+from a3po_megatron.records import Problem
 from a3po_megatron.reward.base import Reward
 from a3po_megatron.rollout.generator import Generator
 from a3po_megatron.rollout.sampling import SamplingSettings
-from a3po_megatron.rollout.transfer_messages import Transfer
+from a3po_megatron.rollout.transfer_messages import PublicationOutcome, SendPlan, Transfer
 
 
 class Fleet(Generator, Protocol):
@@ -36,15 +36,12 @@ class Fleet(Generator, Protocol):
 
     async def begin_publication(
         self, version: int, manifest: Mapping[str, Sequence[Any]], transfer: Transfer, unique_id: str
-    ) -> dict[str, Any]:
-        """Pause the replicas and make them receive; return the group's epoch, rendezvous and members."""
+    ) -> SendPlan:
+        """Pause the replicas and make them receive."""
         ...
 
-    async def finish_publication(self, version: int, error: str, kept: bool) -> dict[str, Any]:
-        """Wait until every member has the weights, let them go on as `version`; return who `failed` and was dropped.
-
-        `again`: not all survivors have them; they stay paused until the version is begun again.
-        """
+    async def finish_publication(self, version: int, error: str, kept: bool) -> PublicationOutcome:
+        """Wait until every member has the weights and let them go on as `version`; `again`: they stay paused."""
         ...
 
     async def aclose(self) -> None:
@@ -62,7 +59,7 @@ class Parts:
     reward: Reward  # of training
     evaluation_reward: Reward  # of held-out problems: the answer alone
     advantage: AdvantageConfig
-    reshuffle_rewards: Callable[[Float32, int], Float32] | None  # (rewards of a batch, its index) -> rewards
+    shuffle_rewards: bool  # the negative control
     sampling: SamplingSettings  # of training; every request gets a seed of its own
     evaluation_sampling: SamplingSettings
     files: RunFiles

@@ -6,6 +6,7 @@ from typing import Any
 from a3po_megatron.config.controller import ControllerConfig
 from a3po_megatron.controller.messages import PublicationSent, WeightManifest
 from a3po_megatron.controller.parts import Parts
+from a3po_megatron.rollout.transfer_messages import PublicationOutcome, SendPlan
 
 
 class Refused(Exception):
@@ -35,16 +36,16 @@ class Publishing:
             raise Refused(f"publication of version {version}: version {live} {state}")
         return False
 
-    async def begin(self, manifest: WeightManifest) -> dict[str, Any]:
+    async def begin(self, manifest: WeightManifest) -> SendPlan:
         """Make the fleet ready to receive; return whom to send to."""
         self.under_way = True
         fields: dict[str, list[Any]] = {"names": manifest.names, "dtypes": manifest.dtypes, "shapes": manifest.shapes}
         fleet = self._parts.fleet
         plan = await fleet.begin_publication(manifest.version, fields, manifest.transfer, manifest.unique_id)
-        self._sends_again = bool(plan["unique_id_wanted"])
+        self._sends_again = plan.unique_id_wanted
         return plan
 
-    async def finish(self, sent: PublicationSent, live: int) -> dict[str, Any]:
+    async def finish(self, sent: PublicationSent, live: int) -> PublicationOutcome:
         """Wait until the fleet serves the version, or wants it `again`. Raises Refused if it was not begun."""
         version = sent.version
         if not self.under_way or version not in (live, live + 1):
@@ -57,9 +58,9 @@ class Publishing:
             raise TimeoutError(
                 f"waited {limit_s:g} s (controller.publication_timeout_s) for the replicas to finish version {version}"
             ) from None
-        for name, reason in outcome["failed"].items():
+        for name, reason in outcome.failed.items():
             self._parts.say(f"version {version} did not reach replica {name}, which was dropped: {reason}")
-        self._sends_again = outcome["again"]
+        self._sends_again = outcome.again
         if self._sends_again:
             reason = sent.error or "a member of the weight group failed"
             self._parts.say(f"version {version} is sent again to the replicas that lack it: {reason}")

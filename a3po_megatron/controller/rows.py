@@ -110,6 +110,7 @@ class StepMetrics:
         self._generating, self._generating_since, self._generating_s = False, now, 0.0
         self._training_began: tuple[float, float] | None = None  # (now, generating_s) when the batch was handed out
         self._overlap: float | None = None
+        self._first_batch_at: float | None = None
 
     def generation(self, now: float, running: bool, new_tokens: int = 0) -> None:
         """A group started or finished: whether any runs from `now` on, and the response tokens that it added."""
@@ -122,6 +123,7 @@ class StepMetrics:
         """The actor got a batch and starts to train."""
         self.generation(now, self._generating)
         self._batch = batch
+        self._first_batch_at = self._first_batch_at or now
         self._training_began, self._overlap = (now, self._generating_s), None
 
     def training_ended(self, now: float) -> None:
@@ -131,6 +133,10 @@ class StepMetrics:
             began, generating_s = self._training_began
             self._overlap = (self._generating_s - generating_s) / max(now - began, 1e-9)
             self._training_began = None
+
+    def elapsed_s(self, now: float) -> float:
+        """Return the seconds since the actor got its first batch."""
+        return now - (self._first_batch_at or now)
 
     def row(self, now: float) -> dict[str, Any]:
         """Return the metrics of the step that is reported now, and begin the next row."""

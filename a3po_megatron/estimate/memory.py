@@ -10,9 +10,15 @@ from a3po_megatron.config.actor import ActorConfig
 from a3po_megatron.config.model_shape import ModelShape
 from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.estimate.activations import DTYPE_BYTES, layer_bytes_per_token, stage_bytes_per_token
-from a3po_megatron.estimate.parameters import Split, embedding_parameters, layer_parameters, stage_parameters
+from a3po_megatron.estimate.host import STATE_BYTES
+from a3po_megatron.estimate.parameters import (
+    Split,
+    embedding_parameters,
+    layer_parameters,
+    ranks_of_a_copy,
+    stage_parameters,
+)
 
-STATE_BYTES = {"float32": 8, "bfloat16": 12}  # of the optimizer, a parameter
 GPU_CHUNK_TOKENS, WEIGHT_ROWS_AT_ONCE = 2048, 16384  # of actor/token_head.py; a test holds the two together
 SERVER_BATCHED_TOKENS = 8192  # vLLM's own default of a server on an 80 GB GPU (vllm/engine/arg_utils.py)
 # Assumptions, not measured: CUDA context, NCCL's buffers and what the allocator loses; of a server also CUDA graphs.
@@ -64,7 +70,7 @@ def actor_memory(shape: ModelShape, actor: ActorConfig, stage: int) -> ActorMemo
     held = stage_parameters(shape, actor, stage)
     width, state = DTYPE_BYTES[actor.dtype], STATE_BYTES[actor.dtype]
     on_gpu = 1 - actor.optimizer_offload_fraction if actor.optimizer_cpu_offload else 1
-    dense_ranks, expert_ranks = _ranks_of_a_copy(actor) if actor.distributed_optimizer else (1, 1)
+    dense_ranks, expert_ranks = ranks_of_a_copy(actor) if actor.distributed_optimizer else (1, 1)
     tokens = -(-actor.max_tokens_per_microbatch // actor.context_parallel)
     return ActorMemory(
         parameters=held.total * width,
@@ -86,15 +92,18 @@ def largest_stage(shape: ModelShape, actor: ActorConfig) -> tuple[int, ActorMemo
 def logprob_chunk_bytes(shape: ModelShape, actor: ActorConfig, tokens: int) -> float:
     """Return what actor/token_head.py needs beside its inputs while a chunk is worked on.
 
-    Logits, a float32 copy and their gradient [chunk, v]; the gradient of the output weight [v, h] in float32 and as it is returned;
-    of a bfloat16 weight, float32 products of some rows before they are added.
+    Logits, a float32 copy where they are not, and their gradient [chunk, v]; the gradient of the output weight [v, h] in float32;
+    of a bfloat16 weight also as it is returned, and float32 products of some rows before they are added.
     """
     width = DTYPE_BYTES[actor.dtype]
     columns = shape.padded_vocab_size(actor.tensor_parallel) / actor.tensor_parallel
     chunk = min(actor.logprob_chunk_tokens or GPU_CHUNK_TOKENS, tokens)
-    logits = chunk * columns * ((4 if actor.float32_head else width) + 4 + width)
-    products = 4 * min(WEIGHT_ROWS_AT_ONCE, columns) * shape.hidden_size if actor.dtype == "bfloat16" else 0
-    return logits + products + embedding_parameters(shape, actor.tensor_parallel) * (4 + width)
+    logits = 4 if actor.float32_head else width
+    rows = chunk * columns * (logits + (0 if logits == 4 else 4) + width)
+    if actor.dtype == "float32":
+        return rows + 4 * embedding_parameters(shape, actor.tensor_parallel)
+    products = 4 * min(WEIGHT_ROWS_AT_ONCE, columns) * shape.hidden_size
+    return rows + products + (4 + width) * embedding_parameters(shape, actor.tensor_parallel)
 
 
 def server_memory(shape: ModelShape, rollout: RolloutConfig, gpu_bytes: float) -> ServerMemory:
@@ -118,9 +127,3 @@ def server_memory(shape: ModelShape, rollout: RolloutConfig, gpu_bytes: float) -
         kv_cache=float(rollout.kv_cache_bytes or max(left, 0.0)),
         kv_bytes_per_token=2 * shape.num_layers * heads * shape.head_dim * width,
     )
-
-
-def _ranks_of_a_copy(actor: ActorConfig) -> tuple[int, int]:
-    """Return how many ranks hold the same dense parameters, and how many the same experts."""
-    stage_ranks = actor.world_size // actor.pipeline_parallel
-    return stage_ranks // actor.tensor_parallel, stage_ranks // (actor.expert_parallel * actor.expert_tensor_parallel)

@@ -91,3 +91,9 @@ def stage_parameters(shape: ModelShape, actor: ActorConfig, stage: int) -> Param
     if last:
         ends += shape.hidden_size + (0 if first and shape.tie_word_embeddings else embedding)
     return Parameters(ends) + layer_parameters(shape, split).times(layers_of_stage(shape, actor, stage))
+
+
+def ranks_of_a_copy(actor: ActorConfig) -> tuple[int, int]:
+    """Return how many ranks hold the same dense parameters, and how many the same experts."""
+    stage_ranks = actor.world_size // actor.pipeline_parallel
+    return stage_ranks // actor.tensor_parallel, stage_ranks // (actor.expert_parallel * actor.expert_tensor_parallel)

@@ -6,6 +6,7 @@ from a3po_megatron.config.model_shape import ModelShape
 from a3po_megatron.config.schema import TrainConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.estimate.flops import training_flops
+from a3po_megatron.estimate.host import HostMemory, node_host_memory
 from a3po_megatron.estimate.memory import ActorMemory, ServerMemory, largest_stage, server_memory
 from a3po_megatron.estimate.parameters import active_parameters, model_parameters, stage_parameters
 from a3po_megatron.estimate.step_time import Rates, StepTime, StepTokens, Workload, step_time, step_tokens
@@ -60,6 +61,7 @@ class Plan:
     has_experts: bool
     stage: int  # the pipeline stage with the most memory
     actor: ActorMemory
+    host: HostMemory  # of a node of the actor
     server: ServerMemory
     sequences_of_longest: int  # that fit a server's cache, each `rollout.max_model_len` long
     sequences_of_mean: int
@@ -85,6 +87,7 @@ def make_plan(config: TrainConfig, shape: ModelShape, cluster: Cluster, work: Wo
         has_experts=shape.num_experts > 0,
         stage=stage,
         actor=actor,
+        host=node_host_memory(shape, config.actor, cluster.gpus_per_node),
         server=server,
         sequences_of_longest=server.kv_tokens // config.rollout.max_model_len,
         sequences_of_mean=int(server.kv_tokens / (work.prompt_tokens + work.response_tokens)),

@@ -6,7 +6,7 @@ from dataclasses import fields
 from a3po_megatron.config.actor import ActorConfig
 from a3po_megatron.config.schema import TrainConfig
 from a3po_megatron.estimate.activations import DTYPE_BYTES
-from a3po_megatron.estimate.memory import STATE_BYTES
+from a3po_megatron.estimate.host import STATE_BYTES
 from a3po_megatron.estimate.plan import GB, Cluster, Plan
 from a3po_megatron.estimate.step_time import Rates, Workload
 
@@ -45,6 +45,10 @@ def table(config: TrainConfig, plan: Plan, cluster: Cluster, work: Workload) -> 
         f"GB on a GPU of the actor (of {cluster.gpu_bytes / GB:.0f}), pipeline stage {plan.stage}",
         *_items(plan.actor, [item.name for item in fields(plan.actor)]),
         f"  {'total':<15}{plan.actor.total / GB:8.2f}",
+        "",
+        "GB of host memory that checkpoints take on a node of the actor",
+        *_items(plan.host, [item.name for item in fields(plan.host)]),
+        f"  {'needed':<15}{plan.host.total / GB:8.2f}",
         "",
         f"GB on a GPU of rollout (share {rollout.gpu_memory_utilization:g} of {cluster.gpu_bytes / GB:.0f})",
         *_items(server, SERVER_ITEMS),

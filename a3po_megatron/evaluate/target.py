@@ -41,7 +41,8 @@ def read_target(config: EvaluateConfig) -> tuple[Target, EvaluateConfig]:
     if not text:
         raise UserError("target is empty: name a Hugging Face folder, a checkpoint, a run's folder or a URL")
     if "://" in text:
-        return _urls(config), EvaluateConfig()
+        target = _urls(config)
+        return target, _within_positions(EvaluateConfig(), target.model)
     folder = Path(text)
     if not folder.is_dir():
         raise UserError(f"target={text}: no such folder; name a Hugging Face folder, a checkpoint or a run's folder")
@@ -61,7 +62,7 @@ def read_target(config: EvaluateConfig) -> tuple[Target, EvaluateConfig]:
     if (folder / "config.json").exists():
         if not any(folder.glob("*.safetensors")):
             raise UserError(f"target={text}: no *.safetensors there, so there are no weights to evaluate")
-        return Target("folder", folder.resolve().name, folder), EvaluateConfig()
+        return Target("folder", folder.resolve().name, folder), _within_positions(EvaluateConfig(), folder)
     raise UserError(
         f"target={text}: neither a Hugging Face folder (config.json), nor a checkpoint ({MARKER}), nor a run ({RUN_FILE})"
     )
@@ -85,9 +86,21 @@ def _settings_of(run: Config) -> EvaluateConfig:
     """Return the settings with which a run itself evaluates."""
     if isinstance(run, TrainConfig):
         return EvaluateConfig(rollout=run.rollout, data=run.data, reward=run.reward)
-    own = EvaluateConfig()
+    own = _within_positions(EvaluateConfig(), Path(run.model.path))
     data = replace(own.data, task="arithmetic", arithmetic=run.task)
     return replace(own, data=data, reward=RewardConfig(kind="exact"))
+
+
+def _within_positions(config: EvaluateConfig, model: Path) -> EvaluateConfig:
+    """Return the defaults with lengths that the model has positions for, half of them for the response.
+
+    Only defaults give way: lengths that are set are refused where they do not fit, as are prompts that are too long.
+    """
+    positions = read_served_model(model).max_positions
+    if config.rollout.max_model_len <= positions:
+        return config
+    lengths = replace(config.rollout, max_model_len=positions, max_response_tokens=positions // 2)
+    return replace(config, rollout=lengths)
 
 
 def run_of(checkpoint: Path) -> Path:

@@ -21,7 +21,7 @@ from a3po_megatron.rollout.publication import Publications
 from a3po_megatron.rollout.replicas import Replica, Replicas, unless_dropped
 from a3po_megatron.rollout.routing import Router
 from a3po_megatron.rollout.sampling import SamplingSettings
-from a3po_megatron.rollout.transfer_messages import Transfer
+from a3po_megatron.rollout.transfer_messages import PublicationOutcome, SendPlan, Transfer
 from a3po_megatron.rollout.watch import watch
 
 MAX_FAILURES = 3  # replicas that may fail under one request before the request itself is the suspect
@@ -143,11 +143,11 @@ class Fleet:
 
     async def begin_publication(
         self, version: int, manifest: Mapping[str, Sequence[Any]], transfer: Transfer = "gloo", unique_id: str = ""
-    ) -> dict[str, Any]:
+    ) -> SendPlan:
         """Pause the fleet and let it receive `version`: see `Publications.begin`."""
         return await self._publications.begin(version, manifest, transfer, unique_id)
 
-    async def finish_publication(self, version: int, error: str = "", kept: bool = False) -> dict[str, Any]:
+    async def finish_publication(self, version: int, error: str = "", kept: bool = False) -> PublicationOutcome:
         """Wait until the members have `version` and resume: see `Publications.finish`."""
         return await self._publications.finish(version, error, kept)
 

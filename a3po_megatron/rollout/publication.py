@@ -11,11 +11,9 @@ torch nor vllm.
 """
 
 import asyncio
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.rollout.catch_up import CatchUps, Manifest, load
@@ -23,7 +21,16 @@ from a3po_megatron.rollout.control import ReplicaError, encode_update
 from a3po_megatron.rollout.in_flight import go_on, stop_for_update
 from a3po_megatron.rollout.probe import Probe
 from a3po_megatron.rollout.replicas import Replica, Replicas
-from a3po_megatron.rollout.transfer_messages import FILES_UNUSABLE, GROUP_BROKEN, Transfer, version_folder
+from a3po_megatron.rollout.transfer_messages import (
+    FILES_UNUSABLE,
+    GROUP_BROKEN,
+    PublicationOutcome,
+    Rendezvous,
+    SendPlan,
+    Transfer,
+    version_folder,
+)
+from a3po_megatron.rollout.weight_group import WeightGroup, first_ranks
 
 MAX_ATTEMPTS = 3  # of one publication; whoever lacks the weights after the last is dropped
 
@@ -55,13 +62,16 @@ class Publications:
         self._config = config
         self._replicas = replicas
         self._folder = folder.resolve()
+        self._group = WeightGroup(self._folder)
         self._publication: _Publication | None = None
         self._lock = asyncio.Lock()
         self._probe = Probe(config)
-        self._joined: tuple[str, ...] = ()  # members of the weight group of this epoch; empty: none that works
-        self._store: Path | None = None
         self._catch_ups = CatchUps(config, replicas, self._published, self._probe)
-        self.epoch = 0
+
+    @property
+    def epoch(self) -> int:
+        """Number of the weight group; a new one whenever the membership changed."""
+        return self._group.epoch
 
     @property
     def under_way(self) -> int | None:
@@ -80,50 +90,41 @@ class Publications:
 
     async def begin(
         self, version: int, manifest: Manifest, transfer: Transfer = "gloo", unique_id: str = ""
-    ) -> dict[str, Any]:
+    ) -> SendPlan:
         """Pause the fleet and let it receive `version` in the background. Returns where the actor joins and sends.
 
-        `manifest`: names, dtypes and shapes of all tensors in sending order. `unique_id`: of `nccl`, base64. The answer: epoch
-        (same as last time: reuse the group), rendezvous {transfer, world_size, store, unique_id}, members (names; none: there
-        is nothing to send, finish), bucket_bytes, keep_in (folder for files, or empty), unique_id_wanted (begin again with one).
-        Waits for a replica when there is none. Raises PublicationError when none comes within `startup_timeout_s` or another
-        publication is under way.
+        `manifest`: names, dtypes and shapes of all tensors in sending order. `unique_id`: of `nccl`, base64. Waits for a
+        replica when there is none. Raises PublicationError when none comes within `startup_timeout_s` or another publication
+        is under way.
         """
         async with self._lock:
             publication = self._next_attempt(version, manifest, transfer)
             members = await self._gather_members(publication)
-            names = tuple(replica.client.name for replica in members)
-            joins = names != self._joined
+            joins = not self._group.is_of(members)
             by_group = transfer != "file" and bool(members)
             wants_id = by_group and transfer == "nccl" and joins and not unique_id
             if by_group and joins and not wants_id:
-                self._new_epoch()
+                self._group.begin_epoch()
             publication.members, publication.again = members, wants_id
             self._publication = publication
-            rendezvous = {
-                "transfer": transfer,
-                "world_size": 1 + sum(replica.world_size for replica in members),
-                "store": str(self._store or ""),
-                "unique_id": unique_id,
-            }
+            rendezvous = self._group.rendezvous(transfer, members, unique_id)
             if by_group and not wants_id:
-                self._joined = ()  # until this publication has ended well
-                publication.receiving = asyncio.create_task(self._receive(publication, joins, rendezvous))
+                self._group.distrust()
+                publication.receiving = asyncio.create_task(self._receive(publication, rendezvous if joins else None))
             keeps = transfer == "file" or self._config.keep_published
-            return {
-                "epoch": self.epoch,
-                "rendezvous": rendezvous,
-                "members": list(names),
-                "bucket_bytes": self._config.bucket_bytes,
-                "keep_in": str(self._published) if keeps and not self._catch_ups.has(version) else "",
-                "unique_id_wanted": wants_id,
-            }
+            return SendPlan(
+                epoch=self.epoch,
+                rendezvous=rendezvous,
+                members=_names(members),
+                bucket_bytes=self._config.bucket_bytes,
+                keep_in=str(self._published) if keeps and not self._catch_ups.has(version) else "",
+                unique_id_wanted=wants_id,
+            )
 
-    async def finish(self, version: int, error: str = "", kept: bool = False) -> dict[str, Any]:
-        """Wait until the members have `version`, make it current and resume. Returns {version, members, failed, again}.
+    async def finish(self, version: int, error: str = "", kept: bool = False) -> PublicationOutcome:
+        """Wait until the members have `version`, make it current and resume.
 
-        `error`: why the actor could not send, or empty; `kept`: whether the version lies in `keep_in`. `failed` maps members
-        that were dropped to reasons. `again`: not every survivor has the weights; begin the same version again. Raises
+        `error`: why the actor could not send, or empty; `kept`: whether the version lies in `keep_in`. Raises
         PublicationError when after the last attempt no member has them.
         """
         async with self._lock:
@@ -137,10 +138,10 @@ class Publications:
                     self._catch_ups.keep(version, publication.manifest)
                 outcome = await self._finish_attempt(publication, error)
             finally:
-                if outcome is None or not outcome["again"]:
+                if outcome is None or not outcome.again:
                     self._publication = None
             await self._replicas.notify()
-        if not outcome["again"]:
+        if not outcome.again:
             self._catch_ups.start()
         return outcome
 
@@ -182,11 +183,11 @@ class Publications:
                 await self._catch_ups.wait()
         return members
 
-    async def _finish_attempt(self, publication: _Publication, error: str) -> dict[str, Any]:
+    async def _finish_attempt(self, publication: _Publication, error: str) -> PublicationOutcome:
         version = publication.version
         if publication.transfer == "file" and not error:
             publication.members = await self._pause_all(publication.members)
-            publication.receiving = asyncio.create_task(self._receive(publication, False, {}))
+            publication.receiving = asyncio.create_task(self._receive(publication, None))
         if publication.receiving is not None:
             if error:
                 await self._drop_silent(publication, error)
@@ -200,7 +201,7 @@ class Publications:
         if lacking or not publication.done:
             if publication.attempt < MAX_ATTEMPTS:
                 publication.attempt, publication.again = publication.attempt + 1, True
-                return {"version": version, "members": [], "failed": dict(publication.failed), "again": True}
+                return PublicationOutcome(version, [], dict(publication.failed), again=True)
             for replica in lacking:
                 reason = f"version {version} did not arrive in {MAX_ATTEMPTS} attempts: {error or GROUP_BROKEN}"
                 publication.failed[replica.client.name] = reason
@@ -228,7 +229,7 @@ class Publications:
             # Other replicas would be sent the same weights.
             raise PublicationError(f"version {version}: every replica failed the probe: {'; '.join(reasons.values())}")
 
-    async def _make_current(self, publication: _Publication) -> dict[str, Any]:
+    async def _make_current(self, publication: _Publication) -> PublicationOutcome:
         """Resume those that are done, under the new version."""
         # Before resume: what is drawn from now on, and what is asked from now on, is of this version.
         self._replicas.version = publication.version
@@ -236,31 +237,22 @@ class Publications:
             replica.state = "current" if _is_in(replica, publication.done) else "behind"
         publication.failed |= await self._replicas.on_each(publication.done, go_on)
         members = [replica for replica in publication.done if self._replicas.holds(replica)]
-        names = tuple(replica.client.name for replica in members)
-        if publication.transfer != "file" and names == tuple(r.client.name for r in publication.members):
-            self._joined = names
-        return {
-            "version": publication.version,
-            "members": list(names),
-            "failed": dict(publication.failed),
-            "again": False,
-        }
+        if publication.transfer != "file" and members == publication.members:
+            self._group.works_for(members)
+        return PublicationOutcome(publication.version, _names(members), dict(publication.failed), again=False)
 
-    async def _receive(self, publication: _Publication, joins: bool, rendezvous: dict[str, Any]) -> dict[str, str]:
+    async def _receive(self, publication: _Publication, rendezvous: Rendezvous | None) -> dict[str, str]:
         """Let all members receive; return those that were dropped. Those whose group broke are noted in `broken`."""
         timeout_s = self._config.transfer_timeout_s
         folder = version_folder(self._published, publication.version) if publication.transfer == "file" else None
         update = encode_update(publication.version, publication.manifest, self._config.bucket_bytes, folder)
-        first_ranks, next_rank = {}, 1
-        for replica in publication.members:
-            first_ranks[replica.client.name] = next_rank
-            next_rank += replica.world_size
+        first_rank = first_ranks(publication.members)
 
         async def receive(replica: Replica) -> None:
             name = replica.client.name
             try:
-                if joins:
-                    join = {**rendezvous, "first_rank": first_ranks[name], "timeout_s": timeout_s}
+                if rendezvous:
+                    join = {**rendezvous, "first_rank": first_rank[name], "timeout_s": timeout_s}
                     # A little longer than the group's own deadline, so that its error, which says more, comes first.
                     await replica.client.join_weight_group(join, timeout_s + self._config.control_timeout_s)
                 await load(replica, update, self._config)
@@ -290,11 +282,8 @@ class Publications:
 
     async def _pause_all(self, members: list[Replica]) -> list[Replica]:
         """Pause `members` and return those that are left."""
-        await self._replicas.on_each(members, self._pause)
+        await self._replicas.on_each(members, lambda replica: stop_for_update(replica, self._config))
         return [replica for replica in members if self._replicas.holds(replica)]
-
-    async def _pause(self, replica: Replica) -> None:
-        await stop_for_update(replica, self._config)
 
     async def _wait_for_any(self, publication: _Publication) -> None:
         timeout_s = self._config.startup_timeout_s
@@ -307,13 +296,9 @@ class Publications:
                 f"version {publication.version} waited {timeout_s:g} s for a replica; none registered{reasons}"
             ) from None
 
-    def _new_epoch(self) -> None:
-        """Choose a new meeting place; the old one is of no use any more."""
-        if self._store is not None:
-            self._store.unlink(missing_ok=True)
-        self.epoch += 1
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._store = self._folder / f"epoch_{self.epoch}_{uuid.uuid4().hex}"
+
+def _names(members: Sequence[Replica]) -> list[str]:
+    return [replica.client.name for replica in members]
 
 
 def _is_in(replica: Replica, members: Sequence[Replica]) -> bool:

@@ -34,6 +34,7 @@ from a3po_megatron.controller.messages import PublicationSent, WeightManifest
 from a3po_megatron.objective.supervised import SupervisedLoss
 from a3po_megatron.records import Batch
 from a3po_megatron.rollout.transfer_group import GroupBroken
+from a3po_megatron.rollout.transfer_messages import PublicationOutcome, Rendezvous, SendPlan
 from a3po_megatron.rollout.weight_sender import Sent
 from tests.distributed.batches import MAX_STALENESS, SEED, TOKENS, make_batch
 from tests.distributed.layouts import (
@@ -117,19 +118,18 @@ class FakeLink:
             raise PublishAgain
         return self.batches[version] if version < len(self.batches) else None
 
-    def begin_publication(self, manifest: WeightManifest) -> dict[str, Any]:
+    def begin_publication(self, manifest: WeightManifest) -> SendPlan:
         self.calls.append(f"begin {manifest.version}")
         assert len(manifest.names) == len(manifest.dtypes) == len(manifest.shapes)
-        rendezvous = {"transfer": "gloo", "store": "unused", "world_size": 2}
-        plan = {"epoch": self.epoch, "rendezvous": rendezvous, "members": ["r0"], "bucket_bytes": 1 << 16}
-        return plan | {"waited_s": 0.0, "keep_in": "", "unique_id_wanted": False}
+        rendezvous = Rendezvous(transfer="gloo", world_size=2, store="nobody joins", unique_id="")
+        return SendPlan(self.epoch, rendezvous, ["r0"], bucket_bytes=1 << 16, keep_in="", unique_id_wanted=False)
 
-    def finish_publication(self, message: PublicationSent) -> dict[str, Any]:
+    def finish_publication(self, message: PublicationSent) -> PublicationOutcome:
         self.calls.append(f"finish {message.version}")
         self.errors.append(message.error)
         again = bool(self.broken_attempts and self.broken_attempts.pop(0))
         self.epoch += again
-        return {"version": message.version, "members": ["r0"], "failed": {}, "again": again}
+        return PublicationOutcome(message.version, ["r0"], {}, again)
 
     def report_step(self, step: int, version: int, metrics: dict[str, Any]) -> None:
         self.calls.append(f"report {version}")
@@ -395,7 +395,7 @@ class BrokenSender(FakeSender):
 class LinkWithoutReplicas(FakeLink):
     """Hears from the receivers why the transfer failed."""
 
-    def finish_publication(self, message: PublicationSent) -> dict[str, Any]:
+    def finish_publication(self, message: PublicationSent) -> PublicationOutcome:
         raise ControllerError(f"/publish/finish: 500: version {message.version} reached no replica: r0: killed")
 
 

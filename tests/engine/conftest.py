@@ -79,7 +79,7 @@ class LiveFleet:
     async def publish(self, model: Qwen3ForCausalLM) -> int:
         """Publish `model` under the next version, as the actor would; return the version."""
         version = self.fleet.version + 1
-        assert (await self.sender.publish(tensors_of(model), version))["failed"] == {}
+        assert (await self.sender.publish(tensors_of(model), version)).failed == {}
         self.live.models[version] = model
         return version
 

@@ -71,14 +71,14 @@ def test_a_replica_killed_in_an_update_leaves_the_others_filled_in_the_same_publ
             await these.sender.publish(tensors_of(1), 1)
             outcome = await these.sender.publish(tensors_of(2), 2)
             assert these.replicas["b"].was_killed
-            assert sorted(outcome["members"]) == ["a", "c"]
-            assert "b" in outcome["failed"]
+            assert sorted(outcome.members) == ["a", "c"]
+            assert "b" in outcome.failed
             assert these.has("a", 2)
             assert these.has("c", 2)
             assert await these.add("b2") == "behind"
             await these.becomes_current("b2")  # without another publication
             assert these.has("b2", 2)
-            assert (await these.sender.publish(tensors_of(3), 3))["members"] == ["a", "c", "b2"]
+            assert (await these.sender.publish(tensors_of(3), 3)).members == ["a", "c", "b2"]
             assert all(these.has(name, 3) for name in ("a", "c", "b2"))
             await these.fleet.aclose()
 
@@ -93,8 +93,8 @@ def test_a_replica_that_hangs_in_an_update_is_dropped_at_the_deadline_and_the_ot
             began = time.monotonic()
             outcome = await these.sender.publish(tensors_of(1), 1)
             assert time.monotonic() - began < 40  # 2 s of transfer, 2 s of grace, and a busy machine
-            assert sorted(outcome["members"]) == ["b", "c"]
-            assert set(outcome["failed"]) == {"a"}
+            assert sorted(outcome.members) == ["b", "c"]
+            assert set(outcome.failed) == {"a"}
             assert these.has("b", 1)
             assert these.has("c", 1)
             await these.fleet.aclose()
@@ -116,7 +116,7 @@ def test_a_member_that_dies_before_the_group_meets_costs_one_deadline(tmp_path):
 
             these.fleet._publications._pause = pause_and_die
             outcome = await these.sender.publish(tensors_of(1), 1)
-            assert outcome["members"] == ["a"]
+            assert outcome.members == ["a"]
             assert these.has("a", 1)
             await these.fleet.aclose()
 
@@ -132,7 +132,7 @@ def test_a_publication_that_all_replicas_die_in_waits_for_a_restarted_one(tmp_pa
             await asyncio.to_thread(lambda: these.replicas["a"].was_killed)
             await these.add("a2")
             outcome = await publishing
-            assert outcome["members"] == ["a2"]
+            assert outcome.members == ["a2"]
             assert these.has("a2", 1)
             await these.fleet.aclose()
 
@@ -191,7 +191,7 @@ def test_damaged_files_are_refused_and_the_next_publication_mends_the_replica_th
             for name in ("b2", "b3"):
                 assert await these.add(name) == "behind"
             assert not these.fleet._publications.keeps_current
-            assert (await these.sender.publish(tensors_of(2), 2))["members"] == ["a", "b2", "b3"]
+            assert (await these.sender.publish(tensors_of(2), 2)).members == ["a", "b2", "b3"]
             assert these.has("b2", 2)
             await these.add("b4")
             await these.becomes_current("b4")
@@ -208,8 +208,8 @@ def test_files_alone_publish_too_and_one_bad_reader_does_not_touch_the_others(tm
             await these.add("b", Fault(signal.SIGKILL, 2, 2))
             for version in (1, 2):
                 outcome = await these.sender.publish(tensors_of(version), version, "file")
-            assert outcome["members"] == ["a"]
-            assert "b" in outcome["failed"]
+            assert outcome.members == ["a"]
+            assert "b" in outcome.failed
             assert these.has("a", 2)
             await these.fleet.aclose()
 

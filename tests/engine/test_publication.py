@@ -309,8 +309,8 @@ def test_a_server_that_was_half_loaded_when_another_member_was_killed_is_filled_
             async with asyncio.timeout(90):  # a hang is a failure: vLLM waits for tensors that it has counted already
                 outcome = await ready.sender.publish(tensors_of(model), live.version + 1)
             assert other.was_killed
-        assert [result["again"] for result in ready.sender.outcomes] == [True, False]
-        assert outcome["members"] == ["live"]
+        assert [result.again for result in ready.sender.outcomes] == [True, False]
+        assert outcome.members == ["live"]
         live.models[live.version + 1] = model
         await check_exact(live, ready.fleet, "after a death")
         await ready.fleet.aclose()

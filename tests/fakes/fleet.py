@@ -10,6 +10,7 @@ from a3po_megatron.data.arithmetic import EOS_ID, decode_ids, encode_text
 from a3po_megatron.records import Int32
 from a3po_megatron.rollout.client import Generation, PartialGeneration
 from a3po_megatron.rollout.sampling import SamplingSettings
+from a3po_megatron.rollout.transfer_messages import PublicationOutcome, Rendezvous, SendPlan, Transfer
 
 
 class FakeFleet:
@@ -72,24 +73,23 @@ class FakeFleet:
         )
 
     async def begin_publication(
-        self, version: int, manifest: Mapping[str, Sequence[Any]], transfer: str = "gloo", unique_id: str = ""
-    ) -> dict[str, Any]:
+        self, version: int, manifest: Mapping[str, Sequence[Any]], transfer: Transfer = "gloo", unique_id: str = ""
+    ) -> SendPlan:
         self.may_draw.clear()
         self.calls.append(f"begin {version} {' '.join(manifest['names'])}")
-        store = {"store": "somewhere", "world_size": 1 + len(self.replicas), "rank": 0}
-        plan = {"epoch": 1, "rendezvous": store, "members": list(self.replicas), "bucket_bytes": 1024}
-        return plan | {"keep_in": "", "unique_id_wanted": False}
+        rendezvous = Rendezvous(transfer=transfer, world_size=1 + len(self.replicas), store="somewhere", unique_id="")
+        return SendPlan(1, rendezvous, list(self.replicas), bucket_bytes=1024, keep_in="", unique_id_wanted=False)
 
-    async def finish_publication(self, version: int, error: str = "", kept: bool = False) -> dict[str, Any]:
+    async def finish_publication(self, version: int, error: str = "", kept: bool = False) -> PublicationOutcome:
         if self.attempts_that_fail:
             self.attempts_that_fail -= 1
-            return {"version": version, "members": [], "failed": {}, "again": True}
+            return PublicationOutcome(version, [], {}, again=True)
         await asyncio.sleep(self.token_s)
         self.version = version
         self.may_draw.set()
         self.calls.append(f"finish {version}")
         self.needs_publication = False
-        return {"version": version, "members": list(self.replicas), "failed": {}, "again": False}
+        return PublicationOutcome(version, list(self.replicas), {}, again=False)
 
     def status(self) -> dict[str, Any]:
         return {"replicas": dict(self.replicas)}

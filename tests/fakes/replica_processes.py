@@ -67,7 +67,7 @@ class Sender:
             plan = await self._fleet.begin_publication(version, manifest_of(specs), transfer)
             sent = await asyncio.to_thread(self._attempt, plan, specs, tensors, version, kind)
             self.outcomes.append(await self._fleet.finish_publication(version, sent.error, sent.kept))
-            if not self.outcomes[-1]["again"]:
+            if not self.outcomes[-1].again:
                 return self.outcomes[-1]
 
     def _attempt(
@@ -78,19 +78,19 @@ class Sender:
         version: int,
         kind: type[WeightSender],
     ) -> Sent:
-        if not plan["members"]:
+        if not plan.members:
             return Sent()
-        keep_in = Path(plan["keep_in"]) if plan["keep_in"] else None
+        keep_in = Path(plan.keep_in) if plan.keep_in else None
         try:
-            if plan["rendezvous"]["transfer"] == "file":
+            if plan.rendezvous["transfer"] == "file":
                 self._sender = kind(None)
-            elif self._sender is None or plan["epoch"] != self.epoch:
+            elif self._sender is None or plan.epoch != self.epoch:
                 self.close()
-                self._sender = kind(join_group(plan["rendezvous"], SENDER_RANK, self._timeout_s, HOST))
-                self.epoch = plan["epoch"]
+                self._sender = kind(join_group(plan.rendezvous, SENDER_RANK, self._timeout_s, HOST))
+                self.epoch = plan.epoch
         except GroupBroken as error:
             return Sent(error=str(error))
-        sent = self._sender.send(specs, tensors, version, plan["bucket_bytes"], keep_in)
+        sent = self._sender.send(specs, tensors, version, plan.bucket_bytes, keep_in)
         if sent.error:
             self.close()
         return sent

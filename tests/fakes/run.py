@@ -20,7 +20,7 @@ from a3po_megatron.controller.rows import RunFiles
 from a3po_megatron.data.arithmetic import ArithmeticTask, decode_ids
 from a3po_megatron.data.source import PromptSource
 from a3po_megatron.records import Batch
-from a3po_megatron.reward.base import Part, WeightedSum, shuffled_rewards
+from a3po_megatron.reward.base import Part, WeightedSum
 from a3po_megatron.reward.exact import judge_exact
 from a3po_megatron.rollout.sampling import SamplingSettings
 from tests.fakes.fleet import FakeFleet
@@ -57,7 +57,7 @@ def make_controller(
         reward=EXACT,
         evaluation_reward=EXACT,
         advantage=AdvantageConfig(),
-        reshuffle_rewards=(lambda rewards, index: shuffled_rewards(rewards, seed, index)) if shuffle else None,
+        shuffle_rewards=shuffle,
         sampling=SamplingSettings(temperature=1.0, max_tokens=4),
         evaluation_sampling=SamplingSettings(config.eval_temperature, max_tokens=4, evaluation=True),
         files=RunFiles(run_dir, decode_ids, resume=False),

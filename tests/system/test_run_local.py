@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.golden.model import write_random_model
+from tests.golden.settings import NUM_STEPS, TOLERANCE, overrides
+from tests.golden.stored import column_names, read
 from tests.system.runs import Finished, run
 
 pytestmark = pytest.mark.timeout(1200)
@@ -14,7 +17,9 @@ COLUMNS = {
     *("time/step_s", "time/prox_s", "time/wait_s", "time/publish_s", "policy/clip_fraction", "policy/ratio_max"),
     *("policy/behavior_weight_max", "policy/behavior_weight_mean", "parity/logprob_max_abs", "rollout/tokens_per_s"),
 }
-LOCKSTEP = ("controller.schedule=lockstep", "controller.max_staleness=1")
+LOCKSTEP = ("controller.schedule=lockstep", "controller.max_staleness=2")
+GOLDEN = overrides("loglinear")
+NEAR_TIES = 2  # samples of a step of which rounding may decide; with other seeds, nearly all of its 32 would differ
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +37,14 @@ def free(runs: Path, model: Path) -> Finished:
 
 
 @pytest.fixture(scope="module")
-def lockstep(runs: Path, model: Path) -> Finished:
-    return run(runs / "lockstep", model, *LOCKSTEP)
+def random_model(runs: Path) -> Path:
+    return write_random_model(runs / "random_model")
+
+
+@pytest.fixture(scope="module")
+def lockstep(runs: Path, random_model: Path) -> Finished:
+    """The golden run of loglinear, on this machine."""
+    return run(runs / "lockstep", random_model, *GOLDEN)
 
 
 def test_every_step_has_a_row_with_every_column(free):
@@ -56,9 +67,25 @@ def test_generation_runs_ahead_within_the_bound(free):
         assert all(earlier[0] < later[0] for earlier, later in pairwise(stretches))
 
 
-def test_lockstep_lags_by_exactly_one_version(lockstep):
+def test_lockstep_lags_by_exactly_two_versions(lockstep):
     for step, samples in enumerate(lockstep.samples):
-        assert {version for sample in samples for version, _ in sample["versions"]} == {max(0, step - 1)}
+        assert {version for sample in samples for version, _ in sample["versions"]} == {max(0, step - 2)}
+
+
+def test_the_lockstep_run_is_the_golden_one_as_far_as_it_samples_the_same(lockstep):
+    """On another CPU the last bit of a log-probability may once choose another token; from there the runs part."""
+    golden = read("loglinear")
+    live = [[(s["problem"], s["response"], s["reward"]) for s in samples] for samples in lockstep.samples]
+    others = [
+        [sample for sample, text in zip(found, step.texts(), strict=True) if sample != text]
+        for found, step in zip(live, golden, strict=True)
+    ]
+    same = next((step for step, samples in enumerate(others) if samples), NUM_STEPS)
+    assert same > 0, f"step 0 sampled otherwise: {others[0]}"
+    assert same == NUM_STEPS or len(others[same]) <= NEAR_TIES, f"step {same} sampled otherwise: {others[same]}"
+    for name in column_names("loglinear"):
+        stored = [step.columns[name] for step in golden[:same]]
+        assert lockstep.column(name)[:same] == pytest.approx(stored, **TOLERANCE), name
 
 
 def test_vllm_and_the_actor_agree_on_fresh_tokens(free, lockstep):
@@ -83,30 +110,30 @@ def test_the_run_ends_with_a_table_a_picture_and_a_model(free):
     assert "step 12/12" in free.output
 
 
-def test_two_lockstep_runs_with_one_seed_are_the_same(lockstep, runs, model):
-    again = run(runs / "again", model, *LOCKSTEP)
-    assert again.samples == lockstep.samples
+def test_two_lockstep_runs_with_one_seed_are_the_same(lockstep, runs, random_model):
+    again = run(runs / "again", random_model, *GOLDEN, "run.num_steps=5")  # the last two come from versions 1 and 2
+    assert again.samples == lockstep.samples[:5]
     for name in ("loss", "grad_norm", "reward/mean", "staleness/mean"):
-        assert again.column(name) == pytest.approx(lockstep.column(name), abs=1e-5)
+        assert again.column(name) == pytest.approx(lockstep.column(name)[:5], abs=1e-5)
 
 
-def test_four_ranks_train_as_one(lockstep, runs, model):
-    """The first two batches come from version 0 in both runs, so the layouts get the same samples."""
+def test_four_ranks_train_as_one(lockstep, runs, random_model):
+    """The first three batches come from version 0 in both runs, so the layouts get the same samples."""
     layout = ("actor.tensor_parallel=2", "actor.pipeline_parallel=2")
-    four = run(runs / "tp2pp2", model, *LOCKSTEP, *layout, "run.num_steps=2")
-    assert four.samples[:2] == lockstep.samples[:2]
+    four = run(runs / "tp2pp2", random_model, *GOLDEN, *layout, "run.num_steps=3")
+    assert four.samples == lockstep.samples[:3]
     for name in ("loss", "grad_norm"):
-        assert four.column(name)[:2] == pytest.approx(lockstep.column(name)[:2], abs=1e-5)
+        assert four.column(name) == pytest.approx(lockstep.column(name)[:3], abs=1e-5)
 
 
 def test_only_recompute_needs_more_forward_passes(lockstep, runs, model):
     sync = run(runs / "sync", model, "algorithm.method=sync", LOCKSTEP[0], "controller.max_staleness=0")
     recompute = run(runs / "recompute", model, "algorithm.method=recompute", *LOCKSTEP)
-    assert lockstep.column("forward_passes") == sync.column("forward_passes")
-    steps = lockstep.column("forward_passes")
+    steps = lockstep.column("forward_passes")[:3]
+    assert steps == sync.column("forward_passes")
     assert recompute.column("forward_passes") == [2 * passes for passes in steps]  # one more a microbatch
     assert max(sync.column("staleness/max")) == 0
-    assert max(lockstep.column("staleness/max")) == 1
+    assert max(lockstep.column("staleness/max")) == 2
 
 
 def test_plain_ppo_on_stale_data_runs(runs, model):

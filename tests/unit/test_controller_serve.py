@@ -46,8 +46,8 @@ def actor(link: ActorLink, port: int) -> list[int]:
             version = len(sizes)
             sizes.append(len(batch.samples))
             plan = link.begin_publication(WeightManifest(version + 1, ["w"], ["float32"], [[2]]))
-            assert plan["rendezvous"]["world_size"] == 2
-            assert link.finish_publication(PublicationSent(version + 1))["members"] == ["r0"]
+            assert plan.rendezvous["world_size"] == 2
+            assert link.finish_publication(PublicationSent(version + 1)).members == ["r0"]
             link.report_step(version, version, {"loss": 0.1, "parity/logprob_max_abs": None})
         link.done("finished")
     return sizes

@@ -36,6 +36,7 @@ WIRE_ENDS = {
     ("actor", f"{PACKAGE}.rollout.nccl_group"),
     ("actor", f"{PACKAGE}.rollout.rendezvous"),
     ("actor", f"{PACKAGE}.rollout.transfer_group"),
+    ("actor", f"{PACKAGE}.rollout.transfer_messages"),
     ("actor", f"{PACKAGE}.rollout.weight_sender"),
 }
 ENGINES = {"torch", "megatron", "vllm", "transformers"}
@@ -46,6 +47,8 @@ ALLOWED_ENGINES = {
     "launch": {"torch"},
     "convert": {"torch", "transformers"},
 }
+MAX_LINES_OF_A_FILE = 310
+MAX_LINES_OF_A_FUNCTION = 65
 TORCH_FREE = [
     "config.schema",
     "config.load",
@@ -104,6 +107,17 @@ def test_a_room_imports_only_from_below(path: Path) -> None:
 def test_engines_stay_in_their_rooms(path: Path) -> None:
     used = {name.split(".")[0] for name in imports_of(path)} & ENGINES
     assert used <= ALLOWED_ENGINES.get(room_of(path), set()), f"{path.name} imports {used}"
+
+
+@pytest.mark.parametrize("path", [*sources(), *sorted((ROOT / "tools").glob("*.py"))], ids=lambda path: path.stem)
+def test_a_file_says_what_it_does_and_holds_no_function_that_fills_two_screens(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree), f"{path}: what does it do?"
+    assert len(path.read_text().splitlines()) <= MAX_LINES_OF_A_FILE, f"{path}: which second idea moved in?"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            assert node.end_lineno - node.lineno < MAX_LINES_OF_A_FUNCTION, f"{path}: {node.name}"
 
 
 def test_there_is_no_import_cycle() -> None:

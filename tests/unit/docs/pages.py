@@ -13,20 +13,26 @@ from a3po_megatron.config.schema import TrainConfig
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-RUNNERS = ("python", "make", "bash", "sbatch", "torchrun", "source", "cp", "tools/", "slurm/")
+RUNNERS = re.compile(r"(python|make|bash|sbatch|torchrun|source|cp|ls|head|tail|git|scancel)$|tools/|slurm/")
 SECTIONS = [field.name for field in dataclasses.fields(TrainConfig) if dataclasses.is_dataclass(field.type)]
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command as a page shows it, without comment and optional brackets."""
+    """One command as a page shows it: as a shell reads it, and as words without comment and what stands for more."""
 
     page: str
+    line: str
     variables: dict[str, str]
     words: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.page}: {' '.join([*(f'{name}={value}' for name, value in self.variables.items()), *self.words])}"
+        return f"{self.page}: {self.text}"
+
+    @property
+    def text(self) -> str:
+        """Variables and words, without the page."""
+        return " ".join([*(f"{name}={value}" for name, value in self.variables.items()), *self.words])
 
 
 def commands() -> Iterator[Command]:
@@ -41,23 +47,21 @@ def commands() -> Iterator[Command]:
         lines += [" ".join(code.split()) for code in re.findall(r"(?<!`)`((?:python|torchrun|make) [^`]+)`", text)]
         for line in lines:
             command = _command(page.name, line.removeprefix("$ "))
-            if command and command.words[0].startswith(RUNNERS):
+            if command and RUNNERS.match(command.words[0]):
                 yield command
 
 
 def _command(page: str, line: str) -> Command | None:
+    line = re.sub(r"\[(-[^\]]*?)(?: \|[^\]]*)?\]", r"\1", line)  # what is optional is taken, of alternatives the first
     try:
-        words = shlex.split(re.sub(r" \|[^\]]*\]", "]", line), comments=True)  # of alternatives the first
+        words = shlex.split(line, comments=True)
     except ValueError:  # a picture or a sentence
         return None
     variables = {}
     while words and re.match(r"[A-Z]\w*=", words[0]):
         name, _, variables[name] = words.pop(0).partition("=")
-    words = [
-        word.removeprefix("[") if word.startswith("[") else word for word in words if word not in ("...", "...]", "|")
-    ]
-    words = [word.removesuffix("]") if word.count("]") > word.count("[") else word for word in words]
-    return Command(page, variables, tuple(words)) if words else None
+    words = [word for word in words if word not in ("...", "|")]
+    return Command(page, line, variables, tuple(words)) if words else None
 
 
 def blocks(text: str, language: str) -> list[str]:

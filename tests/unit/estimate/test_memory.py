@@ -48,39 +48,47 @@ def test_activations_of_a_dense_layer_by_hand() -> None:
 
 
 def test_activations_of_experts_count_every_choice_of_a_token() -> None:
+    """The busiest of several ranks gets more than its share; one alone has them all."""
     one = replace(MOE, num_experts_per_tok=1)
-    more = layer_bytes_per_token(MOE, BF16).total - layer_bytes_per_token(one, BF16).total
-    assert more == pytest.approx(2 * EXPERT_IMBALANCE * (MOE.hidden_size + 3 * MOE.moe_intermediate_size))
+    for actor, share in ((BF16, 1.0), (replace(BF16, expert_parallel=3), EXPERT_IMBALANCE)):
+        more = layer_bytes_per_token(MOE, actor).total - layer_bytes_per_token(one, actor).total
+        assert more == pytest.approx(2 * share * (MOE.hidden_size + 3 * MOE.moe_intermediate_size))
 
 
 def test_the_first_stage_keeps_as_many_microbatches_as_there_are_stages() -> None:
     layer = layer_bytes_per_token(QWEN, BF16).total
     hidden = 2 * QWEN.hidden_size
     stages = replace(BF16, pipeline_parallel=4)
-    assert stage_bytes_per_token(QWEN, stages, 0) == 4 * layer + 4 * hidden
+    assert stage_bytes_per_token(QWEN, stages, 0) == 4 * layer
     assert stage_bytes_per_token(QWEN, stages, 1) == 3 * layer
     assert stage_bytes_per_token(QWEN, stages, 3) == layer + 3 * hidden
     interleaved = replace(BF16, pipeline_parallel=2, virtual_pipeline_parallel=2)
-    assert stage_bytes_per_token(QWEN, interleaved, 0) == 2.5 * 2 * layer + 2.5 * hidden
+    assert stage_bytes_per_token(QWEN, interleaved, 0) == 2.5 * 2 * layer
     assert largest_stage(QWEN, stages)[0] == 0
 
 
 def test_recomputation_keeps_inputs_and_one_group_of_layers() -> None:
     layer, hidden = layer_bytes_per_token(QWEN, BF16), 2 * QWEN.hidden_size
-    ends = 4 * hidden  # embedding, final norm, gathered hidden states
-    full = replace(BF16, recompute_granularity="full")
-    assert stage_bytes_per_token(QWEN, full, 0) == 4 * hidden + layer.total + ends
+    ends = 3 * hidden  # final norm and gathered hidden states: gone before anything is computed again
+    full = replace(BF16, recompute_granularity="full")  # the input of a group is kept, and not made again
+    assert stage_bytes_per_token(QWEN, full, 0) == 4 * hidden + layer.total - hidden
     groups = replace(full, recompute_num_layers=2)
-    assert stage_bytes_per_token(QWEN, groups, 0) == 2 * hidden + 2 * layer.total + ends
+    assert stage_bytes_per_token(QWEN, groups, 0) == 2 * hidden + 2 * layer.total - hidden
     block = replace(full, recompute_method="block", recompute_num_layers=3)
-    assert stage_bytes_per_token(QWEN, block, 0) == 3 * hidden + 2 * layer.total + ends
+    assert stage_bytes_per_token(QWEN, block, 0) == 3 * hidden + 2 * layer.total - hidden
     mlp = replace(BF16, recompute_granularity="selective", recompute_modules=["mlp"])
     saved = layer.mlp + hidden
-    assert stage_bytes_per_token(QWEN, mlp, 0) == 4 * (layer.total - saved) + saved + ends
+    assert stage_bytes_per_token(QWEN, mlp, 0) == 4 * (layer.total - saved) + max(saved, ends)
     moe, experts = replace(mlp, recompute_modules=["moe"]), layer_bytes_per_token(MOE, BF16)
-    assert stage_bytes_per_token(MOE, moe, 0) == 4 * (experts.total - experts.mlp) + experts.mlp + ends
+    assert stage_bytes_per_token(MOE, moe, 0) == 4 * (experts.total - experts.mlp) + max(experts.mlp, ends)
     stages = replace(full, pipeline_parallel=2)  # two microbatches in flight, one group computed again at a time
-    assert stage_bytes_per_token(QWEN, stages, 0) == 2 * 2 * hidden + layer.total + 2 * hidden
+    assert stage_bytes_per_token(QWEN, stages, 0) == 2 * 2 * hidden + layer.total - hidden
+
+
+def test_local_layers_of_float32_by_hand() -> None:
+    """Norms keep three tensors, attention six of the query's size and five of the key's, the MLP five, and cosines and sines."""
+    whole = 4 * (6 * 4096 + 6 * 4096 + 5 * 1024 + 5 * 12288 + 4 * 128) + 4 * 32
+    assert layer_bytes_per_token(QWEN3_8B, ActorConfig()).total == whole
 
 
 def test_an_offloaded_optimizer_leaves_the_gpu() -> None:
@@ -123,10 +131,10 @@ def test_the_logits_of_a_chunk_by_hand() -> None:
     actor = replace(BF16, tensor_parallel=4)
     assert logprob_chunk_bytes(QWEN3_8B, actor, 22528) == 2048 * 151936 / 4 * 8 + weight
     exact = replace(actor, float32_head=True, logprob_chunk_tokens=100)
-    assert logprob_chunk_bytes(QWEN3_8B, exact, 22528) == 100 * 151936 / 4 * 10 + weight
+    assert logprob_chunk_bytes(QWEN3_8B, exact, 22528) == 100 * 151936 / 4 * 6 + weight
     small = replace(QWEN3_8B, vocab_size=1000)  # all rows at once
     assert logprob_chunk_bytes(small, BF16, 1) == 1000 * 8 + 1000 * 4096 * (6 + 4)
-    assert logprob_chunk_bytes(small, ActorConfig(), 1) == 1000 * 12 + 1000 * 4096 * 8
+    assert logprob_chunk_bytes(small, ActorConfig(), 1) == 1000 * 8 + 1000 * 4096 * 4
 
 
 def test_a_token_of_the_cache_by_hand_and_the_cache_is_what_the_share_leaves() -> None:

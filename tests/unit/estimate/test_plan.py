@@ -132,7 +132,7 @@ def plan_of_layout(*overrides: str, work: Workload) -> Plan:
 @pytest.mark.parametrize(
     ("overrides", "gpu_gb", "message"),
     [
-        ((), 40, "stage 0 needs 54.2 GB, of 40 (--gpu-memory-gb); most of it activations, 28.2 GB: lower"),
+        ((), 40, "stage 0 needs 54.2 GB, of 40 (--gpu-memory-gb); most of it activations, 28.1 GB: lower"),
         (
             ("actor.distributed_optimizer=false", "actor.overlap_param_gather=false"),
             60,
@@ -161,6 +161,13 @@ def test_what_does_not_fit_is_named_with_what_to_change(
         plan_of("qwen3_8b_dapo", *overrides, gpu_gb=gpu_gb)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_docs_state_the_host_memory_of_each_configuration() -> None:
+    text = (ROOT / "docs/parallelism.md").read_text()
+    hosts = [plan_of(name).host for name in CLUSTER]
+    for needs in ([host.saving for host in hosts], [host.resuming for host in hosts]):
+        assert ", ".join(f"{bytes_ / 1e9:.0f}" for bytes_ in needs) in text
 
 
 def test_on_one_node_both_sides_share_its_gpus() -> None:
@@ -192,6 +199,7 @@ def test_the_tool_prints_a_table_or_one_json_object(tmp_path: Path) -> None:
     run = run_tool(tmp_path, "rollout.num_servers=4", "--mean-response-tokens", "1000")
     assert run.returncode == 0, run.stderr
     assert "8 servers of TP1, 4 a node" in run.stdout
+    assert "GB of host memory that checkpoints take on a node of the actor" in run.stdout
     assert "2048 samples of 160 + 1000 tokens on average" in run.stdout
     found = json.loads(run_tool(tmp_path, "--json").stdout)
     plan = plan_of("qwen3_8b_dapo")

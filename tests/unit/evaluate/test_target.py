@@ -56,11 +56,30 @@ def test_a_run_and_its_checkpoint_bring_the_runs_own_settings(run: Path, model: 
 
 
 def test_a_checkpoint_of_the_warm_start_is_evaluated_on_its_task(tmp_path: Path, run: Path) -> None:
-    save_run_record(load_config(PretrainConfig, None, ["task.num_heldout=11"]), run)
+    save_run_record(
+        load_config(PretrainConfig, None, ["task.num_heldout=11", f"model.path={run.parent / 'model'}"]), run
+    )
     config, _ = build.resolve(None, [f"target={run / 'checkpoints/step_000003'}"])
     assert (config.data.task, config.data.arithmetic.num_heldout, config.reward.kind) == ("arithmetic", 11, "exact")
     with pytest.raises(UserError, match="a run of pretrain has no fleet"):
         build.resolve(None, [f"target={run}"])
+
+
+@pytest.mark.parametrize("positions", [64, 4096])
+def test_default_lengths_follow_a_model_of_few_positions(
+    tmp_path: Path, run: Path, model: Path, positions: int
+) -> None:
+    """Of a folder, of a checkpoint of the warm start, and of what a URL serves; what is set is kept."""
+    (model / "config.json").write_text(json.dumps({"vocab_size": 16, "max_position_embeddings": positions}))
+    save_run_record(load_config(PretrainConfig, None, [f"model.path={model}"]), run)
+    targets = ([f"target={model}", "sets=[gsm8k]"], [f"target={run / 'checkpoints/step_000003'}"])
+    for overrides in (*targets, ["target='http://a:1'", f"model={model}", "sets=[gsm8k]"]):
+        config, target = build.resolve(None, overrides)
+        assert build.check(config, target) == 16
+        lengths = config.rollout.max_model_len, config.rollout.max_response_tokens
+        assert lengths == ((64, 32) if positions == 64 else (2048, 1024))
+        config, _ = build.resolve(None, [*overrides, "rollout.max_model_len=48"])
+        assert config.rollout.max_model_len == 48
 
 
 def test_urls_need_a_model_and_may_be_several(model: Path) -> None:
@@ -98,7 +117,8 @@ def test_sets_choose_among_those_of_the_settings_and_the_known_ones(model: Path,
         (["target=MODEL", "sets=[gsm8k]", "temperature=1", "pass_k=[2]"], "pass@2 needs k between 1 and num_samples=1"),
         (["target=MODEL", "sets=[gsm8k]", "max_problems=-1"], "max_problems=-1: must be at least 0"),
         (["target=MODEL", "sets=[gsm8k]", "timeout_s=0"], "timeout_s=0.0: a number of seconds above 0"),
-        (["target=MODEL", "sets=[gsm8k]"], "rollout.max_model_len=2048: .* at most 64 positions"),
+        (["target=MODEL", "sets=[gsm8k]", "rollout.max_model_len=65"], "max_model_len=65: .* at most 64 positions"),
+        (["target=MODEL", "sets=[gsm8k]", "rollout.max_response_tokens=64"], "max_model_len=64 leaves no room"),
         (["target=MODEL", "sets=[gsm8k]", "reward.kind=exact"], "reward.kind=exact does not fit data.task=problems"),
         (["target=MODEL", "set=[gsm8k]"], "unknown key 'set'; did you mean 'sets'?"),
     ],

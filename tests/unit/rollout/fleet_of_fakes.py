@@ -1,5 +1,7 @@
 """A fleet whose replicas are fakes at the HTTP level."""
 
+from dataclasses import asdict
+
 from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.rollout.fleet import Fleet
 from a3po_megatron.rollout.sampling import SamplingSettings
@@ -30,4 +32,4 @@ class Setup:
 
     async def publish(self, version: int, transfer: Transfer = "gloo", kept: bool = False) -> dict:
         begun = await self.fleet.begin_publication(version, MANIFEST, transfer)
-        return begun | await self.fleet.finish_publication(version, kept=kept)
+        return asdict(begun) | asdict(await self.fleet.finish_publication(version, kept=kept))

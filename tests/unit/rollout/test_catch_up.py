@@ -115,7 +115,7 @@ def test_files_that_nobody_could_read_are_written_again_at_the_next_attempt(tmp_
         assert "a" in outcome["failed"]
         await setup.register("c")
         plan = await setup.fleet.begin_publication(1, MANIFEST, "file")
-        assert bool(plan["keep_in"]) == rewritten
+        assert bool(plan.keep_in) == rewritten
         await setup.fleet.finish_publication(1, kept=rewritten)
         await until(lambda: state(setup, "c") == "current")
 

@@ -283,10 +283,10 @@ def test_an_nccl_group_is_asked_for_an_id_once_an_epoch(tmp_path):
 
         async def publish(version: int) -> dict:
             plan = await setup.fleet.begin_publication(version, MANIFEST, "nccl")
-            wanted.append(plan["unique_id_wanted"])
-            if plan["unique_id_wanted"]:
+            wanted.append(plan.unique_id_wanted)
+            if plan.unique_id_wanted:
                 plan = await setup.fleet.begin_publication(version, MANIFEST, "nccl", f"id{version}")
-                assert not plan["unique_id_wanted"]
+                assert not plan.unique_id_wanted
             return await setup.fleet.finish_publication(version)
 
         await publish(1)
@@ -314,7 +314,7 @@ def test_a_replica_that_dies_while_it_receives_ends_the_wait_for_it(tmp_path):
         await setup.fleet.begin_publication(1, MANIFEST)
         await setup.fleet.deregister("a", "killed by SIGKILL")
         async with asyncio.timeout(2):
-            assert (await setup.fleet.finish_publication(1))["again"]
+            assert (await setup.fleet.finish_publication(1)).again
 
     asyncio.run(run())
 
@@ -348,7 +348,7 @@ def test_a_publication_names_the_reason_for_which_a_member_was_dropped(tmp_path)
         async with asyncio.timeout(20):
             return await setup.fleet.finish_publication(1)
 
-    failed = asyncio.run(run())["failed"]
+    failed = asyncio.run(run()).failed
     assert failed == {"a": "replica a was dropped: killed by SIGKILL"}
 
 
