@@ -10,6 +10,7 @@ CONFIG = "configs/demo.yaml"
 METHODS = ("sync", "recompute", "loglinear", "behavior", "metrics")
 NUM_STEPS = 10
 # One rank repeats a run to the bit; four, which add in another order, differed by 2e-6 of a loss and 1e-6 of a norm at most.
+# Kernels of another CPU pass too: ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE DNNL_MAX_CPU_ISA=SSE41 before the test.
 TOLERANCE = {"rel": 1e-5, "abs": 1e-6}
 MODEL = "configs/models/arithmetic_qwen3"
 RANDOM_MODEL = (f"model.path={MODEL}", "model.init=random", "model.init_std=0.05")  # init_std of the warm start
