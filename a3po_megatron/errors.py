@@ -24,14 +24,14 @@ def exit_on_user_error(main: Callable[[], int]) -> int:
 def say_why(error: BaseException) -> int:
     """Print what ended a recipe, its reason in the last line, and return the exit code of a failure.
 
-    Our own errors and timeouts say all there is to say in that line; before any other comes its traceback. Of an exception
-    group the first cause counts. Raises that cause when it is a `UserError`.
+    Our own errors and the timeouts of our waits say all there is to say in that line; before any other comes its traceback. Of an
+    exception group the first cause counts. Raises that cause when it is a `UserError`.
     """
     cause = first_cause(error)
     if isinstance(cause, UserError):
         raise cause from None
-    is_ours = type(cause).__module__.startswith("a3po_megatron.") or isinstance(cause, TimeoutError)
-    if is_ours and str(cause):
+    is_wait = isinstance(cause, TimeoutError) and cause.errno is None  # the system's own have a number
+    if (type(cause).__module__.startswith("a3po_megatron.") or is_wait) and str(cause):
         print(f"error: {cause}", file=sys.stderr, flush=True)
     else:
         traceback.print_exception(cause)

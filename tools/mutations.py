@@ -62,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen.add_argument("--write", action="store_true", help=f"put the table into docs/{PAGE.name}")
     options = parser.parse_args(arguments)
     mutations = read_mutations()
+    if options.write and not re.search(f"{BEGIN}.*{END}", PAGE.read_text(encoding="utf-8"), re.DOTALL):
+        parser.error(f"docs/{PAGE.name} has no place for the table: {BEGIN.strip()} and, further down, {END}")
     if options.list:
         print(*(f"{mutation.name:32}  {mutation.breaks}" for mutation in mutations), sep="\n")
         return 0
@@ -73,9 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         copy = copy_checkout(Path(folder) / "checkout")
         caught = {mutation: _run(mutation, copy) for mutation in mutations}
         noticed = {test for test in caught.values() if test is not None}
-        fails_anyway = first_failure(copy, sorted(noticed)) if noticed else None
-    lines = table(caught)
-    print("", *lines, sep="\n")
+        lines = table(caught)
+        print("", *lines, sep="\n")
+        fails_anyway = next(filter(None, (first_failure(copy, [test]) for test in sorted(noticed))), None)
     if fails_anyway:
         print(f"mutations.py: {fails_anyway} fails on the unbroken code too", file=sys.stderr)
         return 1

@@ -21,9 +21,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # of this checkout, from whi
 import numpy as np
 from numpy.typing import NDArray
 
+from a3po_megatron.config.actor import ActorConfig, OptimizerConfig
 from a3po_megatron.config.model_shape import ModelShape, read_model_shape
 from a3po_megatron.config.rollout import RolloutConfig
-from a3po_megatron.config.schema import ActorConfig, ModelConfig, OptimizerConfig
+from a3po_megatron.config.schema import ModelConfig
 from a3po_megatron.errors import UserError, exit_on_user_error
 from a3po_megatron.launch.ranks import become_only_rank
 from a3po_megatron.rollout.client import Generation, ReplicaClient

@@ -1,6 +1,6 @@
 """YAML and dotted overrides -> frozen dataclasses, with a clear line for everything that does not fit.
 
-Knows the files and OmegaConf; what the settings mean is in `schema.py`, which values contradict each other in `check.py`.
+Knows the files and OmegaConf; what a setting means is in the file of its section, which values contradict each other in `check.py`.
 """
 
 import dataclasses

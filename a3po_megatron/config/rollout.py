@@ -55,7 +55,8 @@ class RolloutConfig:
     control_timeout_s: float = 60.0  # of one control call (pause, resume, health...)
     # of joining the weight group, of a broadcast, of all of a version into one server
     transfer_timeout_s: float = 300.0
-    stall_timeout_s: float = 120.0  # a server that does not answer, or has requests and no new token, is hung
+    # a server that does not answer, or has requests and no new token, for so long is hung
+    stall_timeout_s: float = 120.0
     controller_timeout_s: float = 120.0  # a supervisor that cannot reach the controller for so long stops
     stop_timeout_s: float = 15.0  # between asking a server to end and killing it
     heartbeat_s: float = 2.0  # between two looks at the servers and the controller

@@ -212,8 +212,8 @@ class Controller:
 
         Also those of the same version once more: when the last attempt broke off, or every replica was restarted.
         Waits for an evaluation that must have one version and, in lockstep, for every group that must come from the
-        version that is replaced; Woken by a finished group, an evaluation. Raises
-        Refused for any other version.
+        version that is replaced: `waited_s` of the answer. Woken by a finished group, an evaluation. Raises Refused for any
+        other version.
         """
         if self.publishing.repeats(manifest.version, self.version):
             return await self.publishing.begin(manifest)

@@ -123,7 +123,8 @@ class StepMetrics:
         """The actor got a batch and starts to train."""
         self.generation(now, self._generating)
         self._batch = batch
-        self._first_batch_at = self._first_batch_at or now
+        if self._first_batch_at is None:
+            self._first_batch_at = now
         self._training_began, self._overlap = (now, self._generating_s), None
 
     def training_ended(self, now: float) -> None:
@@ -136,7 +137,8 @@ class StepMetrics:
 
     def elapsed_s(self, now: float) -> float:
         """Return the seconds since the actor got its first batch."""
-        return now - (self._first_batch_at or now)
+        assert self._first_batch_at is not None, "no batch was handed out"
+        return now - self._first_batch_at
 
     def row(self, now: float) -> dict[str, Any]:
         """Return the metrics of the step that is reported now, and begin the next row."""

@@ -106,7 +106,9 @@ def _kept_in_layers(shape: ModelShape, actor: ActorConfig, layers: int) -> tuple
     if actor.recompute_granularity == "full":
         whole = recomputed_layers(shape, actor, layers)
         group = actor.recompute_num_layers if actor.recompute_method == "uniform" else 1
-        return -(-whole // group) * hidden + (layers - whole) * layer.total, group * layer.total - hidden
+        chunks = actor.virtual_pipeline_parallel  # each is grouped by itself
+        kept = chunks * -(-whole // (chunks * group))
+        return kept * hidden + (layers - whole) * layer.total, group * layer.total - hidden
     if actor.recompute_granularity == "selective" and {"mlp", "moe"} & set(actor.recompute_modules):
         saved = layer.mlp + (0 if shape.num_experts else _norm_bytes(shape, actor) - hidden)
         return layers * (layer.total - saved), saved

@@ -38,7 +38,7 @@ class RequireToken:
 
 
 class RequireTokenOfRun(RequireToken):
-    """As vLLM loads it by name: the token is in the environment."""
+    """As vLLM loads it by name: the token is in the environment. It also starts the watch that ends an orphaned server."""
 
     def __init__(self, app: App) -> None:
         token = os.environ.get(TOKEN_VARIABLE, "")

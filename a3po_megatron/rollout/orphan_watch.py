@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 
 from a3po_megatron.rollout.process_group import group_members, shared_memory_of
 
@@ -24,9 +25,16 @@ def _watch(supervisor: int) -> None:
         time.sleep(POLL_S)
     # The supervisor makes a server the leader of its own process group, which holds the engine's processes too.
     assert os.getpgid(0) == os.getpid(), "a supervised server must lead its own process group"
-    # Nobody is left to do it afterwards; whoever has mapped a file keeps it until its end.
-    for path in shared_memory_of(group_members(os.getpid())):
-        path.unlink(missing_ok=True)
+    _remove_shared_memory()
     os.killpg(0, signal.SIGTERM)
     time.sleep(GRACE_S)
+    _remove_shared_memory()  # of what was still starting at the first look
     os.killpg(0, signal.SIGKILL)
+
+
+def _remove_shared_memory() -> None:
+    """Nobody is left to do it afterwards; whoever has mapped a file keeps it until its end. The kill must come, whatever fails."""
+    with suppress(OSError):
+        for path in shared_memory_of(group_members(os.getpid())):
+            with suppress(OSError):
+                path.unlink()

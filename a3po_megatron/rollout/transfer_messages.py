@@ -19,7 +19,7 @@ class Rendezvous(TypedDict):
 
     transfer: Transfer
     world_size: int  # the actor's rank 0 and all workers of the members
-    store: str  # path of gloo's meeting place; empty: there is none
+    store: str  # path of gloo's meeting place; others do not read it
     unique_id: str  # of nccl, base64
 
 

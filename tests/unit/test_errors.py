@@ -13,7 +13,12 @@ def test_our_own_errors_and_timeouts_are_one_line(error: Exception, capsys: pyte
 
 
 @pytest.mark.parametrize(
-    ("error", "last"), [(KeyError("x"), "error: KeyError: 'x'"), (TimeoutError(), "error: TimeoutError: ")]
+    ("error", "last"),
+    [
+        (KeyError("x"), "error: KeyError: 'x'"),
+        (TimeoutError(), "error: TimeoutError: "),
+        (TimeoutError(110, "late"), "error: TimeoutError: [Errno 110] late"),
+    ],
 )
 def test_any_other_error_has_its_traceback_before_the_line(
     error: Exception, last: str, capsys: pytest.CaptureFixture[str]

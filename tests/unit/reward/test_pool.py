@@ -181,7 +181,7 @@ def test_a_judge_that_meets_a_bad_truth_raises(pool: WorkerPool) -> None:
 def test_workers_end_when_their_parent_is_killed_in_the_middle_of_an_answer() -> None:
     script = (
         "import time\n"
-        "from a3po_megatron.config.schema import RewardPoolConfig\n"
+        "from a3po_megatron.config.reward import RewardPoolConfig\n"
         "from a3po_megatron.reward.judge import MathSettings\n"
         "from a3po_megatron.reward.pool import WorkerPool\n"
         "from a3po_megatron.reward.worker import Request\n"
