@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from a3po_megatron.config.rollout import RolloutConfig
+from a3po_megatron.rollout import publication
 from a3po_megatron.rollout.fleet import Fleet
 from a3po_megatron.rollout.publication import PublicationError
 from tests.fakes.replica_processes import ReplicaProcess, Sender
@@ -102,19 +103,19 @@ def test_a_replica_that_hangs_in_an_update_is_dropped_at_the_deadline_and_the_ot
     asyncio.run(run())
 
 
-def test_a_member_that_dies_before_the_group_meets_costs_one_deadline(tmp_path):
+def test_a_member_that_dies_before_the_group_meets_costs_one_deadline(tmp_path, monkeypatch):
     async def run() -> None:
         with Run(tmp_path) as these:
             await these.add("a")
             await these.add("b")
-            pause = these.fleet._publications._pause
+            pause = publication.stop_for_update
 
-            async def pause_and_die(replica) -> None:
-                await pause(replica)
+            async def pause_and_die(replica, config) -> None:
+                await pause(replica, config)
                 if replica.client.name == "b":
                     these.replicas["b"].process.kill()
 
-            these.fleet._publications._pause = pause_and_die
+            monkeypatch.setattr(publication, "stop_for_update", pause_and_die)
             outcome = await these.sender.publish(tensors_of(1), 1)
             assert outcome.members == ["a"]
             assert these.has("a", 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import Cluster, why_not
-from tests.system.conftest import model  # noqa: F401  # a fixture
+from tests.system.conftest import model, trained  # noqa: F401  # fixtures
 
 
 @pytest.fixture(scope="session")
