@@ -54,9 +54,8 @@ def layer_bytes_per_token(shape: ModelShape, actor: ActorConfig) -> LayerBytes:
         return LayerBytes(norms, attention, width * dense_columns * shape.intermediate_size / tp)
     imbalance = EXPERT_IMBALANCE if actor.expert_parallel > 1 else 1.0  # one rank alone has every choice
     choices = shape.num_experts_per_tok * imbalance / _sequence_split(actor)
-    columns = (
-        expert_columns * shape.moe_intermediate_size
-    )  # splits over expert-tensor ranks, which gather as many times the tokens
+    # These split over expert-tensor ranks, which gather as many times the tokens.
+    columns = expert_columns * shape.moe_intermediate_size
     experts = choices * width * (shape.hidden_size * actor.expert_tensor_parallel + columns)
     router = 3 * 4 * shape.num_experts / _sequence_split(actor)  # float32 logits and probabilities, and the choice
     return LayerBytes(norms, attention, experts + router)
