@@ -84,8 +84,6 @@ def server_environment(
         "VLLM_SERVER_DEV_MODE": "1",  # opens the routes that pause and take weights; MIDDLEWARE guards them
         "VLLM_PLUGINS": "",  # nothing else that happens to be installed runs inside the server
         "VLLM_NO_USAGE_STATS": "1",
-        # In seconds. Its 5 s could close a connection in the moment in which the controller uses it again.
-        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
         "VLLM_HOST_IP": config.host,
         "HF_HUB_OFFLINE": "1",
     }

@@ -23,7 +23,9 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
         """Send `request`; the response's body is read as it is asked for. Raises httpx.TransportError."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
+                # A connection of its own for each request: a server closes one after an error, or when it was idle, and a
+                # request that it is too late for looks like a dead replica.
+                connector=aiohttp.TCPConnector(limit=0, force_close=True),
                 timeout=aiohttp.ClientTimeout(total=None),  # the callers have deadlines
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
