@@ -109,9 +109,13 @@ def test_local_layers_in_bfloat16_keep_twice_what_fused_kernels_do() -> None:
         report("activations, a local layer against the formula of fused ones", layout, computed, two - one)
 
 
+@pytest.mark.parametrize("with_entropy", [False, True], ids=["", "entropy"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_head_takes_no_more_than_is_computed(dtype: str) -> None:
-    """The logits' gradient is counted apart, which plain kernels may write over the logits."""
+def test_the_head_takes_no_more_than_is_computed(dtype: str, with_entropy: bool) -> None:
+    """The logits' gradient is counted apart, which plain kernels may write over the logits.
+
+    With an entropy bonus they hold a chunk's probabilities beside it, which are not computed.
+    """
     shape, settings = replace(DENSE, vocab_size=20000), Layout().config(dtype=dtype, logprob_chunk_tokens=64)
     hidden, weight = (
         torch.randn(rows, shape.hidden_size, dtype=getattr(torch, dtype)).requires_grad_()
@@ -120,12 +124,14 @@ def test_the_head_takes_no_more_than_is_computed(dtype: str) -> None:
     labels, head = torch.zeros(TOKENS, dtype=torch.int64), TokenHead(chunk_tokens=64, kernel="plain")
 
     def work() -> None:
-        logprobs, _ = logprobs_and_entropy(hidden, weight, labels, VocabularyPart(0, shape.vocab_size), head)
-        torch.autograd.grad(logprobs.sum(), [hidden, weight])
+        part = VocabularyPart(0, shape.vocab_size)
+        logprobs, entropy = logprobs_and_entropy(hidden, weight, labels, part, head, with_entropy)
+        torch.autograd.grad((logprobs if entropy is None else logprobs + entropy).sum(), [hidden, weight])
 
     computed, measured = logprob_chunk_bytes(shape, settings, TOKENS), peak_allocated(work)
-    assert 0.7 < measured / computed < 1
-    if dist.get_rank() == 0:
+    probabilities = 4 * 64 * shape.vocab_size if with_entropy else 0
+    assert 0.7 < measured / (computed + probabilities) < 1
+    if dist.get_rank() == 0 and not with_entropy:
         report(f"logits, a chunk of 64 tokens, {dtype}", Layout(), computed, measured)
 
 
