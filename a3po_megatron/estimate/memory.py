@@ -9,9 +9,10 @@ from dataclasses import dataclass, fields
 from a3po_megatron.config.actor import ActorConfig
 from a3po_megatron.config.model_shape import ModelShape
 from a3po_megatron.config.rollout import RolloutConfig
-from a3po_megatron.estimate.activations import DTYPE_BYTES, layer_bytes_per_token, stage_bytes_per_token
-from a3po_megatron.estimate.host import STATE_BYTES
+from a3po_megatron.estimate.activations import layer_bytes_per_token, stage_bytes_per_token
 from a3po_megatron.estimate.parameters import (
+    DTYPE_BYTES,
+    STATE_BYTES,
     Split,
     embedding_parameters,
     layer_parameters,
