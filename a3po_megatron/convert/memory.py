@@ -1,4 +1,4 @@
-"""How much memory a conversion took, measured by the kernel."""
+"""How much memory a piece of work in this process took, measured by the kernel."""
 
 import resource
 from pathlib import Path

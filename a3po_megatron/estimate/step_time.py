@@ -17,7 +17,7 @@ ASSUMED_GENERATED_PER_TRAINED = 1.5  # where dynamic sampling replaces groups
 class Rates:
     """What the hardware gives, and which share of it is used. The shares are assumptions until they are measured."""
 
-    peak_flops: float = 989e12  # bfloat16, dense, of an H100 SXM (NVIDIA's data sheet)
+    peak_flops: float = 989e12  # bfloat16, dense, of an H100 or H200 SXM (NVIDIA's data sheet)
     memory_bytes_per_s: float = 3.35e12  # of an H100 SXM
     training_utilisation: float = 0.35  # of `peak_flops`
     expert_training_utilisation: float = 0.15  # the same of a mixture of experts: small matrices, tokens sent around
