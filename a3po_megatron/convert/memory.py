@@ -18,10 +18,8 @@ class PeakMemory:
             self._before = _status_bytes("VmRSS")
             self._peak = _status_peak
             self._peak()
-        except (
-            OSError,
-            StopIteration,
-        ):  # not permitted, or no such file or line: sandboxes, and kernels built without it
+        except (OSError, StopIteration):
+            # Not permitted, or no such file or line: sandboxes, and kernels built without it.
             self._peak = _usage_peak
             self._before = self._peak()
 
