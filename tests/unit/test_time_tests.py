@@ -1,5 +1,10 @@
 """The tool that times `make test`: what it reads from pytest's output, what it writes, and that a failing run ends it."""
 
+import os
+import re
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from tools import time_tests
@@ -81,8 +86,28 @@ def test_the_first_failing_run_ends_it_and_its_log_is_kept(tmp_path, monkeypatch
 def test_good_runs_end_in_the_page(tmp_path, monkeypatch):
     good = OUTPUT.replace("1 failed, ", "").replace("2 errors, ", "")
     monkeypatch.setattr(time_tests, "run_once", lambda _, log: log.write_text(good) * 0)
+    monkeypatch.setattr(time_tests, "ROOT", repository(tmp_path / "tree"))
     page = tmp_path / "page.md"
     page.write_text(f"{BEGIN}\n{END}\n")
     assert time_tests.main(["--runs", "2", "--log-dir", str(tmp_path), "--write", str(page)]) == 0
     assert "| system | 14:52 | 14:52 | 10:00 | 33 | 0 | 0 |" in page.read_text()
-    assert "Minutes of pytest at commit " in page.read_text()
+    assert re.search(
+        r"^Minutes of pytest at commit [0-9a-f]{7,}, \d{4}-\d\d-\d\d, \d+ cores\.$", page.read_text(), re.MULTILINE
+    )
+
+
+def test_the_head_says_where_the_tree_differs_from_its_commit(tmp_path):
+    tree = repository(tmp_path / "tree")
+    (tree / "file").write_text("another")
+    assert ", with changes, " in time_tests._head(tree)
+
+
+def repository(folder: Path) -> Path:
+    """Make a repository of one commit, whatever git's settings are here."""
+    folder.mkdir()
+    (folder / "file").write_text("one")
+    environment = {"PATH": os.environ["PATH"], "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
+    who = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for command in (("init", "-q"), ("add", "file"), (*who, "commit", "-q", "-m", "one")):
+        subprocess.run(["git", *command], cwd=folder, env=environment, check=True)
+    return folder
