@@ -43,8 +43,8 @@ def commands() -> Iterator[Command]:
     for page in PAGES:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
         lines = [line for block in blocks(text, "") for line in block.splitlines()]
-        if short := re.search(r'^C="(.+)"$', text, re.MULTILINE):
-            text = text.replace("$C", short[1])
+        for name, value in re.findall(r'^([A-Z])="?([^"\n]+)"?$', text, re.MULTILINE):  # what a page gives a short name
+            text = text.replace(f"${name} ", f"{value} ")
         lines += [line for block in blocks(text, "sh") for line in block.splitlines()]
         lines += re.findall(r"^    (.+)", text, re.MULTILINE)
         lines += [" ".join(code.split()) for code in re.findall(INLINE, text)]
