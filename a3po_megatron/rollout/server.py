@@ -54,6 +54,13 @@ class Server:
             return None
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
+    async def exit_reason_within(self, wait_s: float) -> str | None:
+        """Return `exit_reason`, which may come within `wait_s`: a process that dies closes its connections first."""
+        deadline = time.monotonic() + wait_s
+        while self.exit_reason() is None and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S / 4)
+        return self.exit_reason()
+
     async def wait_ready(self, client: ReplicaClient, config: RolloutConfig) -> int:
         """Wait until the server has really generated, and name its weights version 0. Returns its workers.
 

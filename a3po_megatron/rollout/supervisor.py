@@ -27,6 +27,8 @@ from a3po_megatron.rollout.controller_link import ControllerRefused
 from a3po_megatron.rollout.server import Server, ServerFailed, free_port
 from a3po_megatron.rollout.server_args import server_command, server_environment
 
+DYING_S = 1.0  # for a server that no longer answers to be gone
+
 
 class SupervisorFailed(RuntimeError):
     """The node cannot serve any longer; the message is the reason."""
@@ -195,7 +197,8 @@ class Supervisor:
         try:
             await client.health(self._config.stall_timeout_s)
         except ReplicaError as error:
-            return f"{server.name} {server.exit_reason() or f'does not answer: {error}'}"
+            died = await server.exit_reason_within(DYING_S)
+            return f"{server.name} {died or f'does not answer: {error}'}"
         return None
 
     async def _tell_controller(self, call: Awaitable[str | None]) -> str | None:

@@ -37,6 +37,20 @@ def test_a_server_that_answers_but_does_not_generate_fails_at_the_deadline_of_th
     asyncio.run(run())
 
 
+def test_a_server_that_dies_after_its_connections_is_said_to_have_died(tmp_path):
+    """The kernel closes a process' sockets before its parent can learn that it is gone."""
+
+    async def run() -> None:
+        server = started(tmp_path, "import sys, time; time.sleep(0.5); sys.exit(7)")
+        assert server.exit_reason() is None
+        assert await server.exit_reason_within(30.0) == "exited with code 7"
+        living = started(tmp_path, "import time; time.sleep(600)")
+        assert await living.exit_reason_within(0.1) is None
+        await living.stop(0.0)
+
+    asyncio.run(run())
+
+
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
 
 
