@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from a3po_megatron.config.reward import RewardConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.records import Problem, Sample, Verdict
-from a3po_megatron.reward.base import Decoder, Judge, Part, WeightedSum
+from a3po_megatron.reward.base import Decoder, Judge, Part, RewardError, WeightedSum
 from a3po_megatron.reward.endpoint import Endpoint
 from a3po_megatron.reward.exact import judge_exact
 from a3po_megatron.reward.form import format_check, overlong_penalty
 from a3po_megatron.reward.judge import MathSettings
 from a3po_megatron.reward.numeric import final_number, numeric_verdict
-from a3po_megatron.reward.pool import RewardError, WorkerPool, check_golds
+from a3po_megatron.reward.pool import WorkerPool, check_golds
 from a3po_megatron.reward.worker import Request
 
 CUT_OFF = Verdict(0.0, "cut off at the token limit (reward.accept_truncated=false)")
