@@ -182,6 +182,7 @@ def test_lone_surrogates_are_judged(pool: WorkerPool) -> None:
 
 def test_a_truth_that_nothing_could_be_compared_with_is_refused(pool: WorkerPool) -> None:
     check_golds(pool, [("p1", "42"), ("p2", r"\text{Evelyn}"), ("p3", r"\frac{1}{2}"), ("p4", "x^2+1")])
+    check_golds(pool, [("p5", "41 apples + 1 more.\n#### 42")])  # a solution, of which the judge reads the answer
     for truth in ("", "?", r"\frac{", "9^{9^{9^9}}"):
         with pytest.raises(UserError, match=r"data: problem p2: the answer .* cannot be judged: .*; correct or drop"):
             check_golds(pool, [("p1", "42"), ("p2", truth)])
