@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from a3po_megatron.config.data import DataConfig, ProblemSetConfig, PromptConfig
+from a3po_megatron.data.rows import SUFFIXES
 from a3po_megatron.data.sets import FORMATS, kind_of
 from a3po_megatron.errors import UserError
 
@@ -57,10 +58,24 @@ def _check_sets(section: str, sets: Mapping[str, ProblemSetConfig]) -> None:
                     raise UserError(
                         f"{where}.{column} is empty: kind=columns needs path, problem_column and answer_column"
                     )
-        if config.path.endswith((".jsonl", ".parquet")) and (config.split or config.subset):
-            raise UserError(
-                f"{where}.path={config.path} is a file, which has no split and no subset; leave those empty"
-            )
+        _check_split(where, kind, config)
+
+
+def _check_split(where: str, kind: str, config: ProblemSetConfig) -> None:
+    """Refuse a split or subset that nothing would read."""
+    if config.path.endswith(SUFFIXES) and (config.split or config.subset):
+        raise UserError(f"{where}.path={config.path} is a file, which has no split and no subset; leave those empty")
+    if config.path or kind not in FORMATS:
+        return
+    if config.subset:
+        raise UserError(
+            f"{where}.subset={config.subset}: {kind} of the data folder has none; set path or leave it empty"
+        )
+    if config.split and "{split}" not in FORMATS[kind].file:
+        raise UserError(
+            f"{where}.split={config.split}: {kind} is one file of the data folder, {FORMATS[kind].file}; leave it empty, or set "
+            "path to a Hugging Face data set"
+        )
 
 
 def _check_generated(where: str, config: ProblemSetConfig) -> None:

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from a3po_megatron.data.gsm8k import data_folder
+from a3po_megatron.data.folder import data_folder
 from a3po_megatron.errors import UserError
 from a3po_megatron.reward.numeric import numeric_reward
 
