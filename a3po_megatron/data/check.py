@@ -1,11 +1,13 @@
-"""Refuses data settings that cannot work, before any file is opened."""
+"""Refuses data settings that cannot work, before any file is opened, and prompts that are too long, once they are read."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from a3po_megatron.config.data import DataConfig, ProblemSetConfig, PromptConfig
+from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.data.rows import SUFFIXES
 from a3po_megatron.data.sets import FORMATS, kind_of
 from a3po_megatron.errors import UserError
+from a3po_megatron.records import Problem
 
 OF_COLUMNS = ("problem_column", "answer_column")
 NOT_GENERATED = ("path", "subset", "split", *OF_COLUMNS, "id_column")
@@ -37,6 +39,21 @@ def check_evaluation_data(config: DataConfig) -> None:
         return
     _check_sets("data.evaluation", config.evaluation)
     _check_prompt(config.prompt)
+
+
+def check_lengths(problems: Sequence[Problem], rollout: RolloutConfig) -> None:
+    """Refuse a prompt that leaves no room for the response, before anything is generated. Raises UserError.
+
+    Of the training problems, those of `task: problems` that are too long have been left out and counted before.
+    """
+    longest = max(problems, key=lambda problem: len(problem.prompt_ids))
+    needed = len(longest.prompt_ids) + rollout.max_response_tokens
+    if needed > rollout.max_model_len:
+        raise UserError(
+            f"rollout.max_model_len={rollout.max_model_len}: problem {longest.id!r} has {len(longest.prompt_ids)} prompt tokens, "
+            f"with rollout.max_response_tokens={rollout.max_response_tokens} that is {needed}; raise rollout.max_model_len or "
+            "lower rollout.max_response_tokens"
+        )
 
 
 def _check_sets(section: str, sets: Mapping[str, ProblemSetConfig]) -> None:

@@ -27,8 +27,8 @@ class TaskData:
     decode_answer: Callable[[Sequence[int]], str]  # without special tokens, as a reward reads it
     report: DataReport | None = None  # None for the arithmetic task
 
-    def heldout(self, max_problems: int) -> list[Problem]:
-        """Return the first `max_problems` problems of every evaluation set, end to end."""
+    def heldout(self, max_problems: int | None) -> list[Problem]:
+        """Return the first `max_problems` problems (None: all) of every evaluation set, end to end."""
         return [problem for problems in self.evaluation.values() for problem in problems[:max_problems]]
 
 

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Sequence
 
+from a3po_megatron.config.address import is_url
 from a3po_megatron.config.reward import RewardConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.records import Problem, Sample, Verdict
@@ -182,8 +183,10 @@ def _check_parts(config: RewardConfig, max_response_tokens: int) -> None:
     if config.python.weight and not re.fullmatch(r"\w+(\.\w+)*:\w+", config.python.path):
         raise UserError(f"reward.python.path={config.python.path or '(empty)'}: expected package.module:function")
     if config.http.weight:
-        if not re.match(r"https?://[^/]", config.http.url):
-            raise UserError(f"reward.http.url={config.http.url or '(empty)'}: expected http://... or https://...")
+        if not is_url(config.http.url):
+            raise UserError(
+                f"reward.http.url={config.http.url or '(empty)'}: expected http://HOST[:PORT]/... or https://HOST[:PORT]/..."
+            )
         for name in ("timeout_s", "max_tries", "max_concurrent"):
             if not getattr(config.http, name) > 0:
                 raise UserError(f"reward.http.{name}={getattr(config.http, name)}: must be above 0")

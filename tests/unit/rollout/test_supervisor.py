@@ -17,6 +17,7 @@ from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.rollout.process_group import shared_memory_of
 from a3po_megatron.rollout.server import hold_free_port, hold_port, port_of
+from recipes import rollout
 from tests.fake_controller import FakeController
 
 RUN_SUPERVISOR = Path(__file__).with_name("run_supervisor.py")
@@ -147,6 +148,12 @@ def test_a_port_that_is_taken_at_the_start_is_a_wrong_setting(start):
         running = start("good", f"rollout.base_port={port}")
         assert running.wait() == 2
     assert f"rollout.base_port={port}: 127.0.0.1:{port} cannot be used for server 0" in running.last_line
+
+
+def test_a_controller_that_is_no_url_is_refused_before_any_server_starts(tmp_path):
+    (tmp_path / "config.yaml").write_text("run: {dir: nowhere}\n")
+    with pytest.raises(UserError, match=r"--controller 127\.0\.0\.1:8500: expected a URL such as http://"):
+        rollout.main([str(tmp_path / "config.yaml"), "--controller", "127.0.0.1:8500"])
 
 
 def test_a_port_that_is_taken_at_a_restart_is_waited_for():
