@@ -13,10 +13,10 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
-from a3po_megatron.reward.extract import DENIES
 from a3po_megatron.reward.huge import NotComparable, refuse_huge
 from a3po_megatron.reward.plain_number import plain_number, same_number
 from a3po_megatron.reward.spelling import as_word, normalise, squeeze, unwrap_text
+from a3po_megatron.reward.statement import DENIES
 
 GLUED = re.compile(r"[-+]?[\d.,]+[A-Za-z]")
 ABOUT = re.compile(r"\\(?:approx|simeq|sim)(?![A-Za-z])")
