@@ -15,8 +15,7 @@ STOPPED="" REASON="" CODE=0 FAILED_LOGS=()
 
 say() { echo "[$(date +%T)] $*"; }
 fail() { echo "error: $*" >&2; exit 2; }
-# A signal to the whole job ends a sleep too.
-pause() { sleep $POLL_S || true; }
+pause() { sleep $POLL_S || true; } # a signal to the whole job ends a sleep too
 join() { local IFS=,; echo "$*"; }
 
 main() {
@@ -80,7 +79,7 @@ in_container() { [ ${#CONTAINER[@]} -gt 0 ] || [[ " ${SRUN_ARGS[*]-} " == *" --c
 settle() {
   load_site
   : "${RUN_DIR:=$A3PO_HOME/runs/${SLURM_JOB_NAME:-dry-run}-${SLURM_JOB_ID:-0}}"
-  : "${ACTOR_RANKS_PER_NODE:=$GPUS_PER_NODE}" "${MIN_FREE_GB:=50}" "${STOP_S:=45}"
+  : "${ACTOR_RANKS_PER_NODE:=$GPUS_PER_NODE}" "${MIN_FREE_GB:=50}" "${STOP_S:=45}" "${SRUN_END_S:=60}"
   : "${TP:=}" "${PP:=}" "${CP:=}" "${EP:=}" "${DP:=}" "${ROLLOUT_TP:=}" "${REPLICAS_PER_NODE:=}" "${LAST_ROLE_S:=3600}"
   export RUN_DIR
   [ -n "${CONFIG:-}" ] || fail "CONFIG is not set: name the YAML file of the run"
@@ -88,7 +87,7 @@ settle() {
   [ -n "${MODEL_PATH:-}" ] || fail "MODEL_PATH is not set: name the Hugging Face folder of the model, on a shared file system"
   [ -r "$MODEL_PATH/config.json" ] || fail "MODEL_PATH=$MODEL_PATH: no config.json there; download the model to a shared file system"
   local name
-  for name in ACTOR_NODES ROLLOUT_NODES ACTOR_RANKS_PER_NODE STOP_S PREFLIGHT_S LAST_ROLE_S TP PP CP EP DP ROLLOUT_TP REPLICAS_PER_NODE; do
+  for name in ACTOR_NODES ROLLOUT_NODES ACTOR_RANKS_PER_NODE STOP_S SRUN_END_S PREFLIGHT_S LAST_ROLE_S TP PP CP EP DP ROLLOUT_TP REPLICAS_PER_NODE; do
     [[ ${!name:-1} =~ ^[1-9][0-9]*$ ]] || fail "$name=${!name}: expected a whole number above 0"
   done
   for name in GPUS_PER_NODE GPU_MEMORY_GB MIN_FREE_GB; do
@@ -173,8 +172,7 @@ check() {
   pid=$!
   while kill -0 "$pid" 2>/dev/null && [ -z "$STOPPED" ] && [ $SECONDS -lt $end ]; do pause; done
   if kill -0 "$pid" 2>/dev/null; then
-    kill -TERM "$pid" 2>/dev/null || true # srun then ends its step at once
-    wait "$pid" 2>/dev/null || true
+    end_srun "$pid"
     [ -n "$STOPPED" ] || fail "the check '$name' did not end within PREFLIGHT_S=$PREFLIGHT_S s; nothing was started; see $LOGS/$name.*"
   else
     wait "$pid" || code=$?
@@ -186,6 +184,14 @@ check() {
   fi
   say "the check '$name' ended with exit code $code; nothing was started" >&2
   exit "$((code == 2 ? 2 : 1))"
+}
+
+# Told so, srun ends its step at once. One that hangs is killed; SLURM ends its step with the job.
+end_srun() { # PID
+  local end=$((SECONDS + SRUN_END_S))
+  kill -TERM "$1" 2>/dev/null || true
+  while kill -0 "$1" 2>/dev/null && [ $SECONDS -lt $end ]; do pause; done
+  kill -KILL "$1" 2>/dev/null || true
 }
 
 stop_reason() { if [ "$STOPPED" = USR1 ]; then echo "the job's time is nearly over"; else echo "stopped by SIGTERM"; fi; }
@@ -301,7 +307,7 @@ stop_roles() {
     while kill -0 "$pid" 2>/dev/null && [ $SECONDS -lt $end ]; do pause; done
     if kill -0 "$pid" 2>/dev/null; then
       say "${left[$pid]} did not end within $STOP_S s and is killed"
-      kill -TERM "$pid" 2>/dev/null || true # srun then kills its step at once
+      end_srun "$pid"
     fi
     wait "$pid" 2>/dev/null || true
     unset "ROLE_OF[$pid]"

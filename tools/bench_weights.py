@@ -215,10 +215,13 @@ def run_rank(case: Case, arguments: argparse.Namespace) -> None:
 
 def measure_publications(publisher: Any, link: FleetLink, arguments: argparse.Namespace) -> dict[str, Any]:
     """Publish once to meet, with an eye on memory, then `repeats` times against the clock, each beside a raw broadcast."""
+    from a3po_megatron.convert.memory import PeakMemory
     from a3po_megatron.rollout import buckets
 
     sent: list[Any] = []
-    memory = peak_during(lambda: publisher.publish(1))
+    memory = PeakMemory()
+    publisher.publish(1)
+    peak_extra_bytes = memory.bytes_above_start()
     sender = publisher._sender
     send = sender.send
 
@@ -247,8 +250,8 @@ def measure_publications(publisher: Any, link: FleetLink, arguments: argparse.Na
         "seconds": seconds,
         "ratio_to_raw_broadcast": statistics.median(row["raw"] / row["publication"] for row in rows),
         "aim": AIM,
-        "peak_extra_bytes": memory,
-        "peak_extra_buckets": memory / max(sizes),
+        "peak_extra_bytes": peak_extra_bytes,
+        "peak_extra_buckets": peak_extra_bytes / max(sizes),
     }
 
 
@@ -276,20 +279,6 @@ def replica_seconds(url: str) -> dict[str, float]:
     import httpx
 
     return httpx.get(f"{url}/weights", timeout=60, trust_env=False).json()["seconds"]
-
-
-def peak_during(work: Any) -> int:
-    """Return by how many bytes the resident memory of this process rises while it does `work`."""
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = status_bytes("VmRSS")
-    work()
-    return status_bytes("VmHWM") - before
-
-
-def status_bytes(name: str) -> int:
-    """Return a figure of /proc/self/status."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines[name].split()[0]) * 1024
 
 
 def table(result: dict[str, Any]) -> str:

@@ -32,6 +32,7 @@ from a3po_megatron.config.schema import ModelConfig
 from a3po_megatron.errors import exit_on_user_error
 from a3po_megatron.estimate.flops import model_flops
 from a3po_megatron.estimate.memory import actor_memory
+from a3po_megatron.estimate.step_time import Rates
 from a3po_megatron.launch.ranks import become_only_rank
 
 Device = Literal["cpu", "cuda"]
@@ -98,7 +99,6 @@ BOUNDS = {
     ("cuda", "float32"): (1e-5, 1e-5),
     ("cuda", "bfloat16"): (0.05, 0.03),
 }
-PEAK_FLOPS = 989e12  # bfloat16, dense, of an H100 or H200 SXM (NVIDIA's data sheet)
 
 
 def check_parity(device: Device, fields: Fields, dtype: Dtype, lengths: Sequence[int]) -> Figures:
@@ -115,7 +115,7 @@ def check_parity(device: Device, fields: Fields, dtype: Dtype, lengths: Sequence
         settings = ActorConfig(device=device, dtype=dtype, max_tokens_per_microbatch=max(lengths))
         actor = Actor(shape, ModelConfig(path=folder), settings, OptimizerConfig(lr=1e-6), seed=0)
     found = actor.logprobs(sequences)
-    report = actor.train_step(sequences, SupervisedLoss())
+    result = actor.train_step(sequences, SupervisedLoss())
     actor.close()
 
     expected = [plain_model.logprobs(shape, weights, torch.from_numpy(sequence.tokens)) for sequence in sequences]
@@ -123,12 +123,12 @@ def check_parity(device: Device, fields: Fields, dtype: Dtype, lengths: Sequence
     loss.backward()
     norm = sum(float(weight.grad.square().sum()) for weight in weights.values()) ** 0.5
     differences = np.concatenate([abs(found[i] - values.detach().numpy()) for i, values in enumerate(expected)])
-    mean, norm_difference = float(differences.mean()), abs(report.grad_norm / norm - 1)
+    mean, norm_difference = float(differences.mean()), abs(result.grad_norm / norm - 1)
     of_logprobs, of_norm = BOUNDS[device, dtype]
     return {
         "logprob_mean_abs": mean,
         "logprob_max_abs": float(differences.max()),
-        "loss_abs": abs(report.loss - loss.item()),
+        "loss_abs": abs(result.loss - loss.item()),
         "grad_norm_rel": norm_difference,
         "bound_logprob_mean": of_logprobs,
         "bound_grad_norm": of_norm,
@@ -152,7 +152,9 @@ def check_training(device: Device, fields: Fields, sequences: int, tokens: int, 
     return {
         "step_s": seconds,
         "tokens_per_s": a_second,
-        "model_flops_utilisation": a_second * model_flops(shape, tokens / 2) / PEAK_FLOPS if device == "cuda" else None,
+        "model_flops_utilisation": a_second * model_flops(shape, tokens / 2) / Rates.peak_flops
+        if device == "cuda"
+        else None,
         "peak_gb": peak_gb(device),
         "computed_gb": (computed.total - computed.overhead) / 1e9,
     }

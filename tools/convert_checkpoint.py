@@ -1,6 +1,7 @@
 """Convert, inspect and compare checkpoints; each is a sub-command. `--help` after one lists its options.
 
-One process and no torchrun: memory is bounded by a few times the largest tensor. docs/conversion.md has examples.
+One process and no torchrun: memory is bounded by a few times the largest tensor, but of gguf-to-hf by the model.
+docs/conversion.md has examples.
 """
 
 import argparse
@@ -88,12 +89,8 @@ def gguf_to_hf(arguments: argparse.Namespace) -> int:
     """Convert a GGUF file of the Llama type to a Hugging Face folder."""
     from a3po_megatron.convert.gguf import convert_gguf_to_hf
 
-    start = time.monotonic()
-    summary = convert_gguf_to_hf(arguments.source, arguments.destination, arguments.dtype)
-    print(
-        f"{arguments.destination}: {summary.num_tensors} tensors, {summary.num_parameters / 1e6:.1f} M parameters, "
-        f"{arguments.dtype}, {summary.num_bytes / 1e6:.0f} MB in {time.monotonic() - start:.1f} s"
-    )
+    meter = Meter()
+    meter.report(arguments.destination, convert_gguf_to_hf(arguments.source, arguments.destination, arguments.dtype))
     return 0
 
 

@@ -25,10 +25,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # of this checkout, from whichever folder it is started
+from a3po_megatron.errors import exit_on_user_error
+from tools.page_part import PagePart
+
 ROOT = Path(__file__).parents[1]
 MUTATIONS = Path(__file__).with_suffix(".toml")
-PAGE = ROOT / "docs" / "testing.md"
-BEGIN, END = "<!-- mutations -->\n", "<!-- end of mutations -->"
+PAGE_PART = PagePart(ROOT / "docs" / "testing.md", "mutations")
 UNNOTICED = "**nothing**"
 DEADLINE_S = 300.0  # of one run of pytest; the slowest takes half a minute on a quiet core
 # The same examples of hypothesis in every run; nothing is kept from one run for the next.
@@ -59,11 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--only", nargs="+", metavar="NAME", help="run these alone")
     chosen.add_argument("--list", action="store_true", help="print names and what each breaks")
-    chosen.add_argument("--write", action="store_true", help=f"put the table into docs/{PAGE.name}")
+    chosen.add_argument("--write", action="store_true", help=f"put the table into docs/{PAGE_PART.page.name}")
     options = parser.parse_args(arguments)
     mutations = read_mutations()
-    if options.write and not re.search(f"{BEGIN}.*{END}", PAGE.read_text(encoding="utf-8"), re.DOTALL):
-        parser.error(f"docs/{PAGE.name} has no place for the table: {BEGIN.strip()} and, further down, {END}")
+    if options.write:
+        PAGE_PART.read()  # raises now, not after all the tests
     if options.list:
         print(*(f"{mutation.name:32}  {mutation.breaks}" for mutation in mutations), sep="\n")
         return 0
@@ -82,9 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"mutations.py: {fails_anyway} fails on the unbroken code too", file=sys.stderr)
         return 1
     if options.write:
-        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-        text = f"{before}{BEGIN}" + "\n".join(lines) + f"\n{END}{rest.partition(END)[2]}"
-        PAGE.write_text(text, encoding="utf-8")
+        PAGE_PART.write("\n".join(lines))
     return int(None in caught.values())
 
 
@@ -170,4 +171,4 @@ def table(caught: dict[Mutation, str | None]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_on_user_error(main))

@@ -1,4 +1,4 @@
-"""What a run of CONFIG needs on a cluster: places, memory of a GPU by item, tokens and time of a step. Runs without a GPU.
+"""What a run of CONFIG needs on a cluster: nodes, memory of a GPU by item, tokens and time of a step. Runs without a GPU.
 
 Memory is computed by a3po_megatron/estimate/memory.py, time from the rates that are printed: estimates, see docs/parallelism.md.
 Exit code 2, and one line that names the item, when the roles do not fit the nodes or a GPU.
@@ -21,7 +21,13 @@ from a3po_megatron.config.schema import TrainConfig
 from a3po_megatron.errors import UserError, exit_on_user_error
 from a3po_megatron.estimate import report
 from a3po_megatron.estimate.plan import GB, Cluster, make_plan
-from a3po_megatron.estimate.step_time import Rates, Workload, assumed_workload
+from a3po_megatron.estimate.step_time import (
+    ASSUMED_GENERATED_PER_TRAINED,
+    ASSUMED_PROMPT_TOKENS,
+    Rates,
+    Workload,
+    assumed_workload,
+)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -35,12 +41,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--gpus-per-node", type=int, default=8, help="default: %(default)s")
     parser.add_argument("--gpu-memory-gb", type=float, default=80.0, help="1 GB is 10^9 bytes; default: %(default)s")
     parser.add_argument("--hf-config", type=Path, help="the model's config.json; default: that in model.path")
-    parser.add_argument("--mean-prompt-tokens", type=float, help="default: 160")
+    parser.add_argument("--mean-prompt-tokens", type=float, help=f"default: {ASSUMED_PROMPT_TOKENS:g}")
     parser.add_argument("--mean-response-tokens", type=float, help="default: a quarter of rollout.max_response_tokens")
     parser.add_argument(
         "--generated-per-trained",
         type=float,
-        help="groups generated for one that is trained; default: 1.5 with controller.dynamic_sampling, else 1",
+        help=f"groups generated for one that is trained; default: {ASSUMED_GENERATED_PER_TRAINED:g} with "
+        "controller.dynamic_sampling, else 1",
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object instead of a table")

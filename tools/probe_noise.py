@@ -7,6 +7,7 @@ precision, by AdamW steps, by damage. Prints the mean absolute change of the log
 import argparse
 import copy
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +38,8 @@ def main() -> int:
     if arguments.json:
         print(json.dumps({"mean_logprob": sum(answer) / len(answer), "changes": changes}))
         return 0
-    print(f"the trained model's mean log-probability of the probe: {sum(answer) / len(answer):.3f}; uniform: -6.24")
+    mean, uniform = sum(answer) / len(answer), -math.log(VOCABULARY)
+    print(f"the trained model's mean log-probability of the probe: {mean:.3f}; uniform: {uniform:.2f}")
     for name, change in changes.items():
         print(f"{name:40} {change:10.2e} nats")
     return 0

@@ -2,8 +2,9 @@
 
 Starts the server that rollout would start on a Hugging Face folder of a mixture of experts, lets it write responses to random
 prompts, and reads the same tokens again with the actor, one rank in this process. Prints the routing mismatch, the share of
-vLLM's (token, layer, expert) choices that the actor did not make, overall and of each layer, and the difference of the
-log-probabilities. One response at a time is written, so that what the routers chose is told apart without vLLM's batches.
+vLLM's (token, layer, expert) choices that the actor did not make, overall and of each layer, and the difference of the log-
+probabilities, also of those tokens alone up to which both chose the same experts. One response at a time is written, so that
+what the routers chose is told apart without vLLM's batches.
 """
 
 import argparse
@@ -109,6 +110,7 @@ def compare(folder: Path, shape: ModelShape, settings: ActorConfig, responses: S
         return {index: values[:, layer : layer + 1] for index, values in chosen.items()}
 
     differences = np.concatenate([abs(logprobs[i][-len(r.logprobs) :] - r.logprobs) for i, r in enumerate(responses)])
+    alike = np.concatenate([routed_alike(routing[i], r.routing)[-len(r.logprobs) :] for i, r in enumerate(responses)])
     return {
         "mismatch": routing_mismatch(routing, reference),
         "of_layers": [
@@ -116,7 +118,14 @@ def compare(folder: Path, shape: ModelShape, settings: ActorConfig, responses: S
         ],
         "logprob_mean_abs": float(differences.mean()),
         "logprob_max_abs": float(differences.max()),
+        "logprob_max_abs_alike": float(differences[alike].max(initial=0.0)),
+        "alike": float(alike.mean()),
     }
+
+
+def routed_alike(routing: NDArray[np.bool_], reference: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return, [n - 1], whether a token and all before it, to which it attends, go to the same experts in every layer."""
+    return np.logical_and.accumulate((routing == reference).all(axis=(1, 2)))
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -124,13 +133,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     shape = read_model_shape(options.folder)
     if not shape.num_experts:
         raise UserError(f"{options.folder}: a dense model routes nothing; name the folder of a mixture of experts")
+    longest = PROMPT_TOKENS[1] + options.max_tokens
+    if longest > shape.max_position_embeddings:
+        raise UserError(
+            f"--max-tokens {options.max_tokens}: after prompts of up to {PROMPT_TOKENS[1]} tokens {longest} positions are needed; "
+            f"{options.folder} is made for {shape.max_position_embeddings} (max_position_embeddings)"
+        )
     rollout = RolloutConfig(
         device=options.device,
         dtype=options.rollout_dtype,
         max_num_seqs=1,
         prefix_caching=False,  # a cached token is not read, and so not routed
         max_response_tokens=options.max_tokens,
-        max_model_len=PROMPT_TOKENS[1] + options.max_tokens,
+        max_model_len=longest,
     )
     responses = asyncio.run(generate(options.folder, shape, rollout, options.responses, options.seed))
     found: dict[str, Any] = {
@@ -158,7 +173,8 @@ def report(found: Mapping[str, Any]) -> str:
         of_layers = " ".join(f"{share:.2%}" for share in figures["of_layers"])
         lines += [
             f"actor {name}: mismatch {figures['mismatch']:.3%} (by layer {of_layers}), log-probabilities differ by "
-            f"{figures['logprob_mean_abs']:.1e} in the mean, {figures['logprob_max_abs']:.1e} at most"
+            f"{figures['logprob_mean_abs']:.1e} in the mean, {figures['logprob_max_abs']:.1e} at most, and "
+            f"{figures['logprob_max_abs_alike']:.1e} at most where all went alike so far ({figures['alike']:.0%} of the tokens)"
         ]
     return "\n".join(lines)
 

@@ -45,13 +45,13 @@ def pretrain(config: PretrainConfig, shape: ModelShape) -> float:
         log.open(first)
     for step in range(first, config.run.num_steps):
         with writer.finished_before(NonFiniteError):
-            report = actor.train_step(draw_batch(train, config.batch_size, config.run.seed, step), loss)
+            result = actor.train_step(draw_batch(train, config.batch_size, config.run.seed, step), loss)
         done = step + 1
         writer.poll()
         evaluate_now = config.eval_every and done % config.eval_every == 0
         accuracy = greedy_accuracy(actor, heldout) if evaluate_now or done == config.run.num_steps else None
         if log:
-            log.row(done, report, accuracy)
+            log.row(done, result, accuracy)
         if config.run.checkpoint_every and done % config.run.checkpoint_every == 0:
             writer.save(done)
         if accuracy is not None and accuracy >= config.stop_at_accuracy:
@@ -119,23 +119,23 @@ class RunLog:
         self.progress.start()
         self.began = time.monotonic()
 
-    def row(self, step: int, report: StepResult, accuracy: float | None) -> None:
+    def row(self, step: int, result: StepResult, accuracy: float | None) -> None:
         """Append one step's row and move the bar."""
         assert self.progress is not None
         row = {
             "step": step,
-            "loss": report.loss,
-            "grad_norm": report.grad_norm,
-            "lr": report.lr,
-            "tokens": report.num_tokens,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "tokens": result.num_tokens,
             "time/elapsed_s": round(time.monotonic() - self.began, 3),
             "eval/accuracy": accuracy,
         }
         with self.rows.open("a") as file:
             file.write(json.dumps(row) + "\n")
         if accuracy is not None:
-            self.progress.console.print(f"step {step:4d}  loss {report.loss:.3f}  held-out accuracy {accuracy:.3f}")
-        self.progress.update(self.bar, completed=step, description=f"loss {report.loss:.3f}")
+            self.progress.console.print(f"step {step:4d}  loss {result.loss:.3f}  held-out accuracy {accuracy:.3f}")
+        self.progress.update(self.bar, completed=step, description=f"loss {result.loss:.3f}")
 
     def close(self, summary: str) -> None:
         """End the bar and print the result."""

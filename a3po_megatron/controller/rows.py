@@ -54,7 +54,7 @@ class RunFiles:
         """Raises UserError if the folder holds rows already and `resume` does not say that they are this run's."""
         rows = run_dir / "metrics.jsonl"
         if not resume and rows.exists() and rows.stat().st_size:
-            raise UserError(f"run.dir={run_dir} already holds a run; name another, remove it, or set run.resume=true")
+            raise UserError(f"run.dir={run_dir} already holds a run; name another or remove it")
         self._dir = run_dir
         self._decode = decode
         (run_dir / "samples").mkdir(parents=True, exist_ok=True)

@@ -23,21 +23,15 @@ import torch
 from gguf import GGUFReader, dequantize
 from numpy.typing import NDArray
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 
+from a3po_megatron.convert.destination import refuse_existing, writing
 from a3po_megatron.convert.gguf_tokenizer import build_tokenizer, tokenizer_config
+from a3po_megatron.convert.weights import Summary
 from a3po_megatron.errors import UserError
 
 ARCHITECTURE = "llama"
 DTypeName = Literal["float32", "bfloat16"]
-
-
-@dataclass(frozen=True)
-class ConversionSummary:
-    """What was written: number of tensors, of parameters, and bytes of `model.safetensors`."""
-
-    num_tensors: int
-    num_parameters: int
-    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -49,14 +43,13 @@ class TensorPlan:
     rotary_heads: int = 0
 
 
-def convert_gguf_to_hf(source: Path, destination: Path, dtype: DTypeName = "float32") -> ConversionSummary:
+def convert_gguf_to_hf(source: Path, destination: Path, dtype: DTypeName = "float32") -> Summary:
     """Read `source` and write the folder `destination`, which must not exist; it appears only when it is complete.
 
     float32 keeps the dequantised values exactly; bfloat16 rounds them and halves the size.
     Raises UserError: file missing, not GGUF, truncated, of another architecture, or destination there already.
     """
-    if destination.exists():
-        raise UserError(f"{destination}: exists already; remove it or choose another destination")
+    refuse_existing(destination)  # now, not after all tensors have been read
     reader = open_gguf(source)
     metadata = {name: field.contents() for name, field in reader.fields.items()}
     config = llama_config(source, metadata, reader, dtype)
@@ -68,23 +61,35 @@ def convert_gguf_to_hf(source: Path, destination: Path, dtype: DTypeName = "floa
 
     partial = destination.with_name(f"{destination.name}.partial-{os.getpid()}")
     try:
-        partial.mkdir(parents=True)
-        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-        tokenizer.save(str(partial / "tokenizer.json"))
-        shutil.copymode(partial / "tokenizer.json", partial / "model.safetensors")  # safetensors writes 0600
-        _write_json(partial / "tokenizer_config.json", tokenizer_config(metadata, config["max_position_embeddings"]))
-        _write_json(partial / "generation_config.json", _token_ids(metadata))
-        _write_json(partial / "config.json", config)
-        partial.rename(destination)
-    except OSError as error:
-        raise UserError(f"{destination}: cannot be written: {error.strerror or error}") from None
+        with writing(destination):
+            _write_folder(partial, tensors, tokenizer, config, metadata)
+            partial.rename(destination)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return ConversionSummary(
+    sizes = [tensor.nbytes for tensor in tensors.values()]
+    return Summary(
         num_tensors=len(tensors),
         num_parameters=sum(tensor.numel() for tensor in tensors.values()),
-        num_bytes=(destination / "model.safetensors").stat().st_size,
+        num_bytes=sum(sizes),
+        largest_bytes=max(sizes),
+        dtypes=(dtype,),
     )
+
+
+def _write_folder(
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    tokenizer: Tokenizer,
+    config: Mapping[str, Any],
+    metadata: Mapping[str, Any],
+) -> None:
+    folder.mkdir(parents=True)
+    save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer.save(str(folder / "tokenizer.json"))
+    shutil.copymode(folder / "tokenizer.json", folder / "model.safetensors")  # safetensors writes 0600
+    _write_json(folder / "tokenizer_config.json", tokenizer_config(metadata, config["max_position_embeddings"]))
+    _write_json(folder / "generation_config.json", _token_ids(metadata))
+    _write_json(folder / "config.json", config)
 
 
 def open_gguf(path: Path) -> GGUFReader:

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -28,13 +28,13 @@ class Tensor:
     shape: tuple[int, ...]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Inspection:
     """What was found; `facts` in the order in which they are shown."""
 
     kind: str
     tensors: list[Tensor]
-    facts: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, str]
 
     def lines(self, with_tensors: bool) -> list[str]:
         """Return the report."""
@@ -61,13 +61,11 @@ def inspect(path: Path, config: Path | None = None) -> Inspection:
         return _gguf(path)
     if is_nemo(path):
         found = _megatron(path / WEIGHTS, None)
-        found.kind = "NeMo 2 checkpoint"
-        settings = nemo_config(
-            path, vocab_size=_embedding_rows(found.tensors)
-        )  # padded, where the settings do not say it
+        # Padded, where the settings do not say it.
+        settings = nemo_config(path, vocab_size=_embedding_rows(found.tensors))
         names = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
-        found.facts["model"] = ", ".join(f"{name}={settings[name]}" for name in names)
-        return found
+        model = ", ".join(f"{name}={settings[name]}" for name in names)
+        return replace(found, kind="NeMo 2 checkpoint", facts=found.facts | {"model": model})
     if (path / METADATA).is_file():
         return _megatron(path, config or (path if (path / "config.json").is_file() else None))
     if (path / "config.json").is_file():

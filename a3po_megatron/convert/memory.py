@@ -1,4 +1,4 @@
-"""How much memory a conversion took, measured by the kernel."""
+"""How much memory a piece of work in this process took, measured by the kernel."""
 
 import resource
 from pathlib import Path
@@ -18,10 +18,8 @@ class PeakMemory:
             self._before = _status_bytes("VmRSS")
             self._peak = _status_peak
             self._peak()
-        except (
-            OSError,
-            StopIteration,
-        ):  # not permitted, or no such file or line: sandboxes, and kernels built without it
+        except (OSError, StopIteration):
+            # Not permitted, or no such file or line: sandboxes, and kernels built without it.
             self._peak = _usage_peak
             self._before = self._peak()
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from a3po_megatron.config.actor import ActorConfig
 from a3po_megatron.config.model_shape import ModelShape
-from a3po_megatron.estimate.parameters import layers_of_stage
+from a3po_megatron.estimate.parameters import DTYPE_BYTES, layers_of_stage
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 EXPERT_IMBALANCE = 1.5  # tokens of the busiest expert-parallel rank over the mean: an assumption
 
 
@@ -85,6 +84,11 @@ def microbatches_in_flight(actor: ActorConfig, stage: int) -> float:
     return (2 * (pp - stage - 1) + (vpp - 1) * pp + 1) / vpp
 
 
+def recomputes_mlp(actor: ActorConfig) -> bool:
+    """Whether each layer's MLP, dense or of experts, is computed again by itself."""
+    return actor.recompute_granularity == "selective" and bool({"mlp", "moe"} & set(actor.recompute_modules))
+
+
 def recomputed_layers(shape: ModelShape, actor: ActorConfig, layers: int) -> int:
     """Return how many of a stage's `layers` are computed again as a whole."""
     if actor.recompute_granularity != "full":
@@ -108,7 +112,7 @@ def _kept_in_layers(shape: ModelShape, actor: ActorConfig, layers: int) -> tuple
         chunks = actor.virtual_pipeline_parallel  # each is grouped by itself
         kept = chunks * -(-whole // (chunks * group))
         return kept * hidden + (layers - whole) * layer.total, group * layer.total - hidden
-    if actor.recompute_granularity == "selective" and {"mlp", "moe"} & set(actor.recompute_modules):
+    if recomputes_mlp(actor):
         saved = layer.mlp + (0 if shape.num_experts else _norm_bytes(shape, actor) - hidden)
         return layers * (layer.total - saved), saved
     return layers * layer.total, 0.0

@@ -7,7 +7,7 @@ product with the values, 4 x heads x head size a layer and attended token (Chowd
 from a3po_megatron.config.actor import ActorConfig
 from a3po_megatron.config.algorithm import AlgorithmConfig
 from a3po_megatron.config.model_shape import ModelShape
-from a3po_megatron.estimate.activations import recomputed_layers
+from a3po_megatron.estimate.activations import recomputed_layers, recomputes_mlp
 from a3po_megatron.estimate.parameters import active_parameters, layers_of_stage
 
 
@@ -40,7 +40,7 @@ def recomputed_flops(shape: ModelShape, actor: ActorConfig, context: float) -> f
         stages = range(actor.pipeline_parallel)
         layers = sum(recomputed_layers(shape, actor, layers_of_stage(shape, actor, stage)) for stage in stages)
         return layers / shape.num_layers * (forward_flops(shape, context) - head_flops(shape))
-    if actor.recompute_granularity == "selective" and {"mlp", "moe"} & set(actor.recompute_modules):
+    if recomputes_mlp(actor):
         chosen = shape.num_experts_per_tok * shape.moe_intermediate_size or shape.intermediate_size
         return 2 * shape.num_layers * shape.hidden_size * (3 * chosen + shape.num_experts)
     return 0.0

@@ -10,11 +10,16 @@ from dataclasses import dataclass
 
 from a3po_megatron.config.actor import ActorConfig
 from a3po_megatron.config.model_shape import ModelShape
-from a3po_megatron.estimate.activations import DTYPE_BYTES
-from a3po_megatron.estimate.parameters import Parameters, layers_of_stage, ranks_of_a_copy, stage_parameters
+from a3po_megatron.estimate.parameters import (
+    DTYPE_BYTES,
+    STATE_BYTES,
+    Parameters,
+    layers_of_stage,
+    ranks_of_a_copy,
+    stage_parameters,
+)
 
 GATHERED_BYTES = 12  # a parameter: float32 main parameter and two moments, also of float32 parameters
-STATE_BYTES = {"float32": 8, "bfloat16": 12}  # of the optimizer, a parameter
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from dataclasses import dataclass, fields
 from a3po_megatron.config.actor import ActorConfig
 from a3po_megatron.config.model_shape import ModelShape
 from a3po_megatron.config.rollout import RolloutConfig
-from a3po_megatron.estimate.activations import DTYPE_BYTES, layer_bytes_per_token, stage_bytes_per_token
-from a3po_megatron.estimate.host import STATE_BYTES
+from a3po_megatron.estimate.activations import layer_bytes_per_token, stage_bytes_per_token
 from a3po_megatron.estimate.parameters import (
+    DTYPE_BYTES,
+    STATE_BYTES,
     Split,
     embedding_parameters,
     layer_parameters,
@@ -93,7 +94,8 @@ def logprob_chunk_bytes(shape: ModelShape, actor: ActorConfig, tokens: int) -> f
     """Return what actor/token_head.py needs beside its inputs while a chunk is worked on.
 
     Logits, a float32 copy where they are not, and their gradient [chunk, v]; the gradient of the output weight [v, h] in float32;
-    of a bfloat16 weight also as it is returned, and float32 products of some rows before they are added.
+    of a bfloat16 weight also as it is returned, and float32 products of some rows before they are added. Not what an entropy bonus
+    takes: with plain kernels the chunk's probabilities in float32.
     """
     width = DTYPE_BYTES[actor.dtype]
     columns = shape.padded_vocab_size(actor.tensor_parallel) / actor.tensor_parallel

@@ -1,4 +1,4 @@
-"""How many parameters a model has, and how many of them one rank of a layout holds. Counts are exact.
+"""How many parameters a model has, how many of them one rank of a layout holds, and the bytes of one. Counts are exact.
 
 The tensors are those of actor/hf_mapping.py and actor/model.py: attention and MLP are split over tensor-parallel ranks, experts
 over expert-parallel (and expert-tensor-parallel) ones, norms and routers are whole on each.
@@ -8,6 +8,12 @@ from dataclasses import dataclass
 
 from a3po_megatron.config.actor import ActorConfig
 from a3po_megatron.config.model_shape import ModelShape
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+STATE_BYTES = {
+    "float32": 8,
+    "bfloat16": 12,
+}  # of the optimizer: Adam's moments, and of bfloat16 a float32 main parameter
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a run needs on a cluster, put together: places, memory of each side, tokens, time; and whether it fits."""
+"""What a run needs on a cluster, put together: nodes, memory of each side, tokens, time; and whether it fits."""
 
 from dataclasses import dataclass, fields
 
@@ -53,7 +53,7 @@ class RoleNodes:
 class Plan:
     """Everything that `tools/plan_cluster.py` prints."""
 
-    places: RoleNodes
+    roles: RoleNodes
     parameters: int
     active_parameters: int  # of the layers, that a token is multiplied with
     parameters_of_rank: int  # of stage `stage`
@@ -71,32 +71,30 @@ class Plan:
 
 def make_plan(config: TrainConfig, shape: ModelShape, cluster: Cluster, work: Workload, rates: Rates) -> Plan:
     """Return the plan. Raises UserError when the roles do not fit the nodes, or a rank or server its GPU."""
-    places = place_roles(config, cluster)
+    roles = nodes_of_roles(config, cluster)
     stage, actor = largest_stage(shape, config.actor)
     check_actor_fits(actor, stage, cluster.gpu_bytes)
     server = server_memory(shape, config.rollout, cluster.gpu_bytes)
     check_server_fits(config, server, cluster.gpu_bytes)
     return Plan(
-        places=places,
+        roles=roles,
         parameters=model_parameters(shape),
         active_parameters=active_parameters(shape),
         parameters_of_rank=stage_parameters(shape, config.actor, stage).total,
-        flops_per_token=training_flops(
-            shape, config.algorithm, config.actor, (work.prompt_tokens + work.response_tokens) / 2
-        ),
+        flops_per_token=training_flops(shape, config.algorithm, config.actor, work.sequence_tokens / 2),
         has_experts=shape.num_experts > 0,
         stage=stage,
         actor=actor,
         host=node_host_memory(shape, config.actor, cluster.gpus_per_node),
         server=server,
         sequences_of_longest=server.kv_tokens // config.rollout.max_model_len,
-        sequences_of_mean=int(server.kv_tokens / (work.prompt_tokens + work.response_tokens)),
+        sequences_of_mean=int(server.kv_tokens / work.sequence_tokens),
         tokens=step_tokens(config, work),
-        time=step_time(shape, config, server, places.servers, work, rates),
+        time=step_time(shape, config, server, roles.servers, work, rates),
     )
 
 
-def place_roles(config: TrainConfig, cluster: Cluster) -> RoleNodes:
+def nodes_of_roles(config: TrainConfig, cluster: Cluster) -> RoleNodes:
     """Give the actor whole nodes and the servers the rest; on a single node both share it. Raises UserError."""
     ranks, a_node = config.actor.world_size, cluster.gpus_per_node
     a_server_node = config.rollout.num_servers * config.rollout.tensor_parallel

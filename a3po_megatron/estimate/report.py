@@ -5,8 +5,7 @@ from dataclasses import fields
 
 from a3po_megatron.config.actor import ActorConfig
 from a3po_megatron.config.schema import TrainConfig
-from a3po_megatron.estimate.activations import DTYPE_BYTES
-from a3po_megatron.estimate.host import STATE_BYTES
+from a3po_megatron.estimate.parameters import DTYPE_BYTES, STATE_BYTES
 from a3po_megatron.estimate.plan import GB, Cluster, Plan
 from a3po_megatron.estimate.step_time import Rates, Workload
 
@@ -34,13 +33,13 @@ def layout(actor: ActorConfig) -> str:
 
 def table(config: TrainConfig, plan: Plan, cluster: Cluster, work: Workload) -> str:
     """Return the plan as lines for a reader."""
-    actor, rollout, places, server = config.actor, config.rollout, plan.places, plan.server
-    where = "share one node" if places.shared else f"{places.actor_nodes} nodes + {places.rollout_nodes} nodes"
+    actor, rollout, roles, server = config.actor, config.rollout, plan.roles, plan.server
+    where = "share one node" if roles.shared else f"{roles.actor_nodes} nodes + {roles.rollout_nodes} nodes"
     lines = [
         f"model      {plan.parameters / 1e9:.3f} B parameters; in layers a token meets {plan.active_parameters / 1e9:.3f} B",
-        f"places     actor {places.actor_ranks} GPUs + rollout {places.rollout_gpus} GPUs, {where}",
+        f"nodes      actor {roles.actor_ranks} GPUs + rollout {roles.rollout_gpus} GPUs, {where}",
         f"actor      {layout(actor)}, {actor.max_tokens_per_microbatch} tokens a microbatch",
-        f"rollout    {places.servers} servers of TP{rollout.tensor_parallel}, {rollout.num_servers} a node",
+        f"rollout    {roles.servers} servers of TP{rollout.tensor_parallel}, {rollout.num_servers} a node",
         "",
         f"GB on a GPU of the actor (of {cluster.gpu_bytes / GB:.0f}), pipeline stage {plan.stage}",
         *_items(plan.actor, [item.name for item in fields(plan.actor)]),
@@ -76,14 +75,14 @@ def comment(config: TrainConfig, plan: Plan, cluster: Cluster, work: Workload, r
         f"Rollout GPU, {rollout.gpu_memory_utilization:g} of {cluster.gpu_bytes / GB:.0f} GB: weights {server.weights / GB:.1f}, "
         f"working {server.working / GB:.1f}, overhead {server.overhead / GB:.1f}, KV cache {server.kv_cache / GB:.1f}; at",
         f"  {server.kv_bytes_per_token / 1e3:.1f} kB a token a server holds {plan.sequences_of_longest} sequences of "
-        f"{rollout.max_model_len} tokens, or {plan.sequences_of_mean} of the mean {work.prompt_tokens + work.response_tokens:g}.",
+        f"{rollout.max_model_len} tokens, or {plan.sequences_of_mean} of the mean {work.sequence_tokens:g}.",
         f"A batch of {tokens.samples} samples x ({work.prompt_tokens:g} + {work.response_tokens:g}) tokens on average (assumed): "
         f"{trained:.2f} M trained, {generated:.2f} M generated (x {work.generated_per_trained:g}).",
         f"Step {time.step_s:.1f} s = the longer of training {time.actor_s:.1f} s and generation {time.rollout_s:.1f} s, plus "
         f"publication {time.publication_s:.1f} s ({time.rebuild_s:.1f} s of it to",
-        f"  read again what is in flight). Training: {trained:.2f} M x {flops:.1f} GFLOP / ({plan.places.actor_ranks} GPUs x "
+        f"  read again what is in flight). Training: {trained:.2f} M x {flops:.1f} GFLOP / ({plan.roles.actor_ranks} GPUs x "
         f"{rates.peak_flops / 1e12:.0f} TFLOP/s x {share:g}), and the pipeline's idle share.",
-        f"  Generation: {generated:.2f} M x {1e3 * time.decode_iteration_s:.1f} ms / ({plan.places.servers} servers x "
+        f"  Generation: {generated:.2f} M x {1e3 * time.decode_iteration_s:.1f} ms / ({plan.roles.servers} servers x "
         f"{time.sequences_per_server} sequences). Estimates: nothing of it has been measured on a GPU.",
     ]
     return "\n".join(f"# {line}" for line in lines)
@@ -91,14 +90,14 @@ def comment(config: TrainConfig, plan: Plan, cluster: Cluster, work: Workload, r
 
 def row(name: str, config: TrainConfig, plan: Plan, cluster: Cluster) -> str:
     """Return the plan as a row below `ROW_HEAD`."""
-    places, time, rollout = plan.places, plan.time, config.rollout
-    nodes = "1 shared" if places.shared else f"{places.actor_nodes} + {places.rollout_nodes}"
+    roles, time, rollout = plan.roles, plan.time, config.rollout
+    nodes = "1 shared" if roles.shared else f"{roles.actor_nodes} + {roles.rollout_nodes}"
     items = ", ".join(f"{getattr(plan.actor, item.name) / GB:.1f}" for item in fields(plan.actor))
     cells = [
         f"{name}, {nodes}",
         layout(config.actor),
         f"{items} = **{plan.actor.total / GB:.1f}**",
-        f"{places.servers} x TP{rollout.tensor_parallel}",
+        f"{roles.servers} x TP{rollout.tensor_parallel}",
         f"{plan.server.weights / GB:.1f}, {plan.server.kv_cache / GB:.1f}",
         f"{plan.sequences_of_longest}, {plan.sequences_of_mean}",
         f"{time.actor_s:.1f}, {time.rollout_s:.1f}, {time.publication_s:.1f}, **{time.step_s:.1f}**",

@@ -5,17 +5,19 @@ from dataclasses import dataclass
 
 from a3po_megatron.config.model_shape import ModelShape
 from a3po_megatron.config.schema import TrainConfig
-from a3po_megatron.estimate.activations import DTYPE_BYTES
 from a3po_megatron.estimate.flops import forward_flops, training_flops
 from a3po_megatron.estimate.memory import ServerMemory
-from a3po_megatron.estimate.parameters import model_parameters
+from a3po_megatron.estimate.parameters import DTYPE_BYTES, model_parameters
+
+ASSUMED_PROMPT_TOKENS = 160.0
+ASSUMED_GENERATED_PER_TRAINED = 1.5  # where dynamic sampling replaces groups
 
 
 @dataclass(frozen=True)
 class Rates:
     """What the hardware gives, and which share of it is used. The shares are assumptions until they are measured."""
 
-    peak_flops: float = 989e12  # bfloat16, dense, of an H100 SXM (NVIDIA's data sheet)
+    peak_flops: float = 989e12  # bfloat16, dense, of an H100 or H200 SXM (NVIDIA's data sheet)
     memory_bytes_per_s: float = 3.35e12  # of an H100 SXM
     training_utilisation: float = 0.35  # of `peak_flops`
     expert_training_utilisation: float = 0.15  # the same of a mixture of experts: small matrices, tokens sent around
@@ -33,13 +35,18 @@ class Workload:
     response_tokens: float  # mean
     generated_per_trained: float  # above 1 where dynamic sampling replaces groups
 
+    @property
+    def sequence_tokens(self) -> float:
+        """Prompt and response."""
+        return self.prompt_tokens + self.response_tokens
+
 
 def assumed_workload(config: TrainConfig) -> Workload:
     """Return what is planned with unless someone knows better: short prompts of mathematics, responses a quarter of their limit."""
     return Workload(
-        prompt_tokens=160.0,
+        prompt_tokens=ASSUMED_PROMPT_TOKENS,
         response_tokens=config.rollout.max_response_tokens / 4,
-        generated_per_trained=1.5 if config.controller.dynamic_sampling else 1.0,
+        generated_per_trained=ASSUMED_GENERATED_PER_TRAINED if config.controller.dynamic_sampling else 1.0,
     )
 
 
@@ -73,7 +80,7 @@ class StepTime:
 def step_tokens(config: TrainConfig, work: Workload) -> StepTokens:
     """Return what one batch consists of."""
     samples = config.controller.prompts_per_batch * config.controller.samples_per_prompt
-    trained = samples * (work.prompt_tokens + work.response_tokens)
+    trained = samples * work.sequence_tokens
     a_step = trained / config.algorithm.num_minibatches / config.actor.data_parallel
     return StepTokens(
         samples=samples,
@@ -88,7 +95,7 @@ def step_time(
 ) -> StepTime:
     """Return the seconds of one batch on the actor's ranks and `servers` servers."""
     sequences = sequences_in_flight(config, server, servers, work)
-    length = work.prompt_tokens + work.response_tokens
+    length = work.sequence_tokens
     iteration = decode_iteration_s(shape, config, server, sequences, length, rates)
     prefill = config.rollout.tensor_parallel * rates.peak_flops * rates.prefill_utilisation
     rebuild = sequences * length / 2 * forward_flops(shape, length / 4) / prefill
@@ -120,7 +127,7 @@ def actor_s(shape: ModelShape, config: TrainConfig, tokens: StepTokens, context:
 def sequences_in_flight(config: TrainConfig, server: ServerMemory, servers: int, work: Workload) -> int:
     """Return the sequences that a server generates at once: what is asked for, what it may run, what its cache holds."""
     asked = config.controller.max_concurrent_groups * config.controller.samples_per_prompt / servers
-    held = server.kv_tokens / (work.prompt_tokens + work.response_tokens)
+    held = server.kv_tokens / work.sequence_tokens
     return max(1, int(min(asked, config.rollout.max_num_seqs, held)))
 
 

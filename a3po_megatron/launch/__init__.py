@@ -1,1 +1,1 @@
-"""Starts and stops the processes of a run on this machine."""
+"""Starts, watches and ends the roles of a run on this machine; says what a job on a cluster must satisfy before its roles start."""

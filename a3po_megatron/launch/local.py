@@ -49,9 +49,8 @@ def prepare(config: TrainConfig) -> str:
     check_server_ports(config.rollout)
     token = open_run_folder(config)
     if not config.run.resume:
-        shutil.rmtree(
-            Path(config.run.dir) / "logs", ignore_errors=True
-        )  # of an attempt that failed before its first step
+        # Of an attempt that failed before its first step.
+        shutil.rmtree(Path(config.run.dir) / "logs", ignore_errors=True)
     return token
 
 

@@ -25,10 +25,8 @@ LOWEST_PORT = 10000
 PORTS_PER_JOB = 40
 CANDIDATES = 25  # places for a job's ports that are looked at
 SHARED_FILES_S = 60.0  # that a file may take to be seen on another node
-DRIVER_OF_CUDA = {
-    13: 580,
-    12: 525,
-}  # oldest driver of each CUDA major version (CUDA release notes, minor compatibility)
+# Oldest driver of each CUDA major version (CUDA release notes, minor compatibility).
+DRIVER_OF_CUDA = {13: 580, 12: 525}
 NVIDIA_SMI_S = 60.0
 POLL_S = 0.1
 
@@ -151,7 +149,12 @@ def _check_driver(node: NodeFacts) -> None:
     version = node.driver.split(".")[0]
     if not version.isdigit():
         raise UserError(f"{node.node}: nvidia-smi names the driver '{node.driver}'; it is not loaded or too old")
-    needed, found = DRIVER_OF_CUDA.get(int(node.cuda.split(".")[0]), 0), int(version)
+    if (needed := DRIVER_OF_CUDA.get(int(node.cuda.split(".")[0]))) is None:
+        raise UserError(
+            f"{node.node}: torch is built for CUDA {node.cuda}, and which driver that needs is not known here; add it to "
+            "DRIVER_OF_CUDA in a3po_megatron/launch/node_facts.py"
+        )
+    found = int(version)
     if found < needed and not node.has_cuda_compat:
         raise UserError(
             f"{node.node}: driver {node.driver} is too old for CUDA {node.cuda}, which needs {needed} or newer; "

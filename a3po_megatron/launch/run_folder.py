@@ -30,7 +30,7 @@ def open_run_folder(config: TrainConfig) -> str:
     rows = folder / "metrics.jsonl"
     has_steps = rows.exists() and rows.stat().st_size > 0
     if has_steps and not config.run.resume:
-        raise UserError(f"run.dir={folder} already holds a run; name another, remove it, or set run.resume=true")
+        raise UserError(f"run.dir={folder} already holds a run; name another or remove it")
     if config.run.resume and not has_steps:
         raise UserError(f"run.resume=true: run.dir={folder} holds no run to go on with")
     try:

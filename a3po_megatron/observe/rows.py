@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from a3po_megatron.errors import UserError
+
 Row = dict[str, Any]
 
 
@@ -15,7 +17,10 @@ class RowTail:
         self._offset = 0
 
     def new_rows(self) -> list[Row]:
-        """Return the rows that were completed since the last call; a line without its end waits for it."""
+        """Return the rows that were completed since the last call; a line without its end waits for it.
+
+        Raises UserError for a line that is no row.
+        """
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -23,7 +28,13 @@ class RowTail:
         except FileNotFoundError:
             return []
         self._offset += len(complete) + len(newline)
-        return [json.loads(line) for line in complete.splitlines() if line.strip()]
+        return [self._row(line) for line in complete.splitlines() if line.strip()]
+
+    def _row(self, line: bytes) -> Row:
+        try:
+            return dict(json.loads(line))
+        except (ValueError, TypeError):
+            raise UserError(f"{self._path}: damaged: {line[:80]!r} is no JSON object; remove that line") from None
 
 
 def read_rows(path: Path) -> list[Row]:

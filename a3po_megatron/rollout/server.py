@@ -17,6 +17,7 @@ from a3po_megatron.rollout.process_group import group_members, shared_memory_of
 from a3po_megatron.rollout.sampling import SamplingSettings
 
 POLL_S = 0.2
+STARTING_STOP_S = 2.0  # vLLM heeds SIGTERM once it has started, and a server that starts has nothing to bring to an end
 KILL_WAIT_S = 30.0  # for killed processes to be gone: the system may hold them in a driver or a network file system
 LOG_TAIL_BYTES = 2**18
 
@@ -33,6 +34,7 @@ class Server:
         self.name = name
         self.url = url
         self._log = log
+        self._has_started = False
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             self._log_start = output.tell()
@@ -77,9 +79,11 @@ class Server:
             probe = SamplingSettings(temperature=1.0, max_tokens=2, ignore_eos=True)
             left_s = max(0.0, deadline - time.monotonic())
             await client.generate([0], probe, f"probe-{self.name}", timeout_s=left_s)
-            return await client.world_size()
+            world_size = await client.world_size()
         except ReplicaError as error:
             raise ServerFailed(f"server {self.name} answers but does not generate: {error}") from error
+        self._has_started = True
+        return world_size
 
     def last_words(self, num_lines: int = 5) -> str:
         """Return the end of the server's log in one line, errors first."""
@@ -93,8 +97,11 @@ class Server:
     async def stop(self, timeout_s: float, say: Callable[[str], None] = print) -> None:
         """Ask the whole process group to end, kill it after `timeout_s`, and remove shared memory it left.
 
+        One that has not started yet is killed after `STARTING_STOP_S` at the latest.
         What cannot be killed within `KILL_WAIT_S` is left to the system, with a line to `say`.
         """
+        if not self._has_started:
+            timeout_s = min(timeout_s, STARTING_STOP_S)
         shared = shared_memory_of(group_members(self.pid))
         _signal_group(self.pid, signal.SIGTERM)
         deadline, killed = time.monotonic() + timeout_s, False

@@ -1,10 +1,13 @@
 """What a rank's tensors take: those that autograd keeps, and those that a piece of work allocates."""
 
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -54,6 +57,24 @@ class _Kept:
 
     def __del__(self) -> None:
         self._let_go()
+
+
+@contextmanager
+def frees_in_this_thread() -> Iterator[None]:
+    """Let no thread of gloo be the last to hold what was gathered: `peak_allocated` would not see it being freed."""
+    gather = dist.gather
+
+    def gather_alone(tensor: Tensor, received: list[Tensor] | None, *where: object) -> None:
+        held = [(one, one._use_count()) for one in (tensor, *(received or ()))]
+        gather(tensor, received, *where)
+        while any(one._use_count() > count for one, count in held):
+            time.sleep(1e-3)
+
+    dist.gather = gather_alone
+    try:
+        yield
+    finally:
+        dist.gather = gather
 
 
 def peak_allocated(work: Callable[[], object]) -> int:

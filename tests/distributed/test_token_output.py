@@ -87,9 +87,9 @@ def test_a_step_with_entropy_bonus_equals_plain_autograd(model: Model, layout: L
         total = total - (logprobs + ENTROPY_WEIGHT * entropy)[torch.tensor(sequence.trainable[1:])].sum() / count
     total.backward()
 
-    report = actor.train_step(sequences, EntropyLoss())
-    assert report.loss == pytest.approx(total.item(), abs=TOLERANCE)
-    assert report.grad_norm == pytest.approx(trainer.step(), abs=TOLERANCE)
+    result = actor.train_step(sequences, EntropyLoss())
+    assert result.loss == pytest.approx(total.item(), abs=TOLERANCE)
+    assert result.grad_norm == pytest.approx(trainer.step(), abs=TOLERANCE)
     parameters = dict(oracle.named_parameters())
     for name, tensor in actor.export_weights():
         torch.testing.assert_close(tensor.cpu(), parameters[name].detach(), atol=TOLERANCE, rtol=0, msg=name)

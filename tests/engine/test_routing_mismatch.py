@@ -3,13 +3,15 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.engine.tiny_model import make_model, make_moe, save_model
-from tools.routing_mismatch import report
+from tests.engine.tiny_model import MAX_LENGTH, make_model, make_moe, save_model
+from tools.routing_mismatch import report, routed_alike
 
 TOOL = Path(__file__).parents[2] / "tools/routing_mismatch.py"
 LAYERS, CHOSEN = 4, 2
@@ -39,7 +41,8 @@ def test_in_float32_the_actor_sends_tokens_where_vllm_does(tmp_path: Path, capsy
     figures = measure(tmp_path, capsys, "--rollout-dtype", "float32", "--actors", "float32/fp32")["float32/fp32"]
     assert len(figures["of_layers"]) == LAYERS
     assert figures["mismatch"] <= FLOAT32_MISMATCH
-    assert figures["logprob_max_abs"] <= FLOAT32_LOGPROB
+    assert figures["alike"] > 0.5  # a choice that differs takes the rest of its response, one of sixteen, with it
+    assert figures["logprob_max_abs_alike"] <= FLOAT32_LOGPROB
 
 
 @pytest.mark.full
@@ -53,8 +56,31 @@ def test_in_bfloat16_few_tokens_go_elsewhere(tmp_path: Path, capsys: pytest.Capt
         assert figures["logprob_mean_abs"] <= BFLOAT16_LOGPROB
 
 
-def test_a_dense_model_is_refused_before_a_server_is_started(tmp_path: Path) -> None:
-    command = [sys.executable, str(TOOL), save_model(make_model(0), tmp_path)]
+@pytest.mark.parametrize(
+    ("make", "options", "says"),
+    [
+        (make_model, [], "a dense model routes nothing"),
+        (
+            make_moe,
+            ["--max-tokens", str(MAX_LENGTH - 15)],
+            f"--max-tokens {MAX_LENGTH - 15}: after prompts of up to 16 tokens {MAX_LENGTH + 1} positions are needed; ",
+        ),
+    ],
+    ids=["dense", "too long"],
+)
+def test_a_mistake_is_one_line_before_a_server_is_started(
+    make: Callable[[int], Any], options: list[str], says: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, str(TOOL), save_model(make(0), tmp_path), *options]
     run = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert run.returncode == 2
-    assert "a dense model routes nothing" in run.stderr
+    assert says in run.stderr
+    assert len(run.stderr.splitlines()) == 1, run.stderr
+
+
+def test_a_token_is_routed_alike_only_where_all_before_it_are() -> None:
+    reference = np.zeros((4, 2, 3), np.bool_)  # tokens, layers, experts
+    reference[:, :, 0] = True
+    routing = reference.copy()
+    routing[2, 1] = [False, True, False]
+    assert routed_alike(routing, reference).tolist() == [True, True, False, False]

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from tests.golden.settings import CONFIG, MODEL, RANDOM_MODEL, ROOT
 
+DEADLINE_S = 300  # a process that imports megatron, on a busy machine
+
 
 def write_random_model(folder: Path) -> Path:
     """Write the folder in a process of its own, which alone imports the actor; return it."""
-    subprocess.run([sys.executable, "-m", "tests.golden.model", str(folder)], cwd=ROOT, check=True, timeout=300)
+    subprocess.run([sys.executable, "-m", "tests.golden.model", str(folder)], cwd=ROOT, check=True, timeout=DEADLINE_S)
     return folder
 
 

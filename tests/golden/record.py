@@ -1,23 +1,26 @@
 """Make the golden runs anew, with a real vLLM each: python -m tests.golden.record [METHOD ...]
 
-Only after a change that is meant to change what training does; its commit says why.
+Only after a change that is meant to change what training does; its commit says why. Refuses a run that other CPUs may not repeat.
 """
 
 import argparse
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from a3po_megatron import wire
+from a3po_megatron.errors import exit_on_user_error
 from a3po_megatron.launch import local
 from a3po_megatron.launch.processes import Role, Roles
 from a3po_megatron.observe.rows import read_rows
 from a3po_megatron.records import Batch
 from recipes import run_local
+from tests.golden import edges
 from tests.golden.model import write_random_model
 from tests.golden.settings import CONFIG, METHODS, ROOT, overrides
-from tests.golden.stored import write
+from tests.golden.stored import FOLDER, write
 
 
 class RecordedRoles(Roles):
@@ -35,10 +38,14 @@ def record(method: str, folder: Path, model: Path) -> None:
         raise SystemExit(code)
     batches = [wire.decode(path.read_bytes(), Batch) for path in sorted((folder / "batches").iterdir())]
     config, _ = run_local.resolve(arguments[0], arguments[1:])
-    write(method, read_rows(folder / "metrics.jsonl"), batches, config.controller.samples_per_prompt)
+    rows, group_size = read_rows(folder / "metrics.jsonl"), config.controller.samples_per_prompt
+    file = write(method, rows, batches, group_size, folder / "recorded")
+    edges.check(method, edges.nearest(method, file.parent))
+    FOLDER.mkdir(exist_ok=True)
+    shutil.copy(file, FOLDER)
 
 
-def main() -> None:
+def main() -> int:
     """Record the methods that are named, or all."""
     parser = argparse.ArgumentParser(prog="python -m tests.golden.record", description=__doc__.splitlines()[0])
     parser.add_argument("methods", nargs="*", metavar="METHOD", help=f"of {', '.join(METHODS)}; default: all")
@@ -50,7 +57,8 @@ def main() -> None:
         model = write_random_model(Path(work) / "model")
         for method in methods or METHODS:
             record(method, Path(work) / method, model)
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_on_user_error(main))

@@ -45,13 +45,15 @@ def column_names(method: str) -> tuple[str, ...]:
     return COLUMNS + (OF_METRICS if method == "metrics" else ())
 
 
-def read(method: str) -> list[Step]:
-    lines = (FOLDER / f"{method}.jsonl").read_text().splitlines()
+def read(method: str, folder: Path = FOLDER) -> list[Step]:
+    lines = (folder / f"{method}.jsonl").read_text().splitlines()
     return [_step(json.loads(line)) for line in lines]
 
 
-def write(method: str, rows: Sequence[Mapping[str, Any]], batches: Sequence[Batch], group_size: int) -> None:
-    """Store the rows of a run's metrics.jsonl and its batches."""
+def write(
+    method: str, rows: Sequence[Mapping[str, Any]], batches: Sequence[Batch], group_size: int, folder: Path
+) -> Path:
+    """Store the rows of a run's metrics.jsonl and its batches; return the file."""
     lines = []
     for row, batch in zip(rows, batches, strict=True):
         samples = [_plain(sample, reward) for sample, reward in zip(batch.samples, batch.rewards, strict=True)]
@@ -60,8 +62,10 @@ def write(method: str, rows: Sequence[Mapping[str, Any]], batches: Sequence[Batc
             for start in range(0, len(samples), group_size)
         ]
         lines.append({"columns": {name: row[name] for name in column_names(method)}, "groups": groups})
-    FOLDER.mkdir(exist_ok=True)
-    (FOLDER / f"{method}.jsonl").write_text("".join(f"{json.dumps(line, separators=(',', ':'))}\n" for line in lines))
+    folder.mkdir(exist_ok=True)
+    file = folder / f"{method}.jsonl"
+    file.write_text("".join(f"{json.dumps(line, separators=(',', ':'))}\n" for line in lines))
+    return file
 
 
 def _plain(sample: Sample, reward: np.float32) -> dict[str, Any]:

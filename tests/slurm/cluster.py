@@ -6,13 +6,16 @@ changed. GPUs are copies of /dev/null that SLURM hands out as if they were GPUs.
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).parents[2]  # jobs are submitted from here
 NODES = 4
@@ -21,6 +24,8 @@ NETWORK = "10.77.0"
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare")
 START_S = 60.0
 POLL_S = 0.1
+PIDS = 10**6  # names of interfaces may have 15 letters, of which six are for the pid of the cluster's process
+NAME = re.compile(r"a3(\d{1,6})(br|v\d+|n\d+)")  # a bridge, a node's end of a cable, a node's network namespace
 FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
 
 
@@ -57,7 +62,7 @@ class Cluster:
     def __init__(self, root: Path) -> None:
         """`root`: an empty folder with a short path, since a socket lies in it."""
         self.root = root
-        self._tag = f"a3{os.getpid() % 10**6}"  # in names of interfaces, which may have 15 letters
+        self._tag = f"a3{os.getpid() % PIDS}"
         self._bridge = f"{self._tag}br"
         for name in ("etc", "state", "spool", "log", "run", "gpu"):
             (root / name).mkdir(parents=True)
@@ -87,6 +92,9 @@ class Cluster:
         """Return the name of a node's network namespace."""
         return f"{self._tag}n{number}"
 
+    def _is_own(self, name: str) -> bool:
+        return name.startswith(tuple(f"{self._tag}{kind}" for kind in ("br", "v", "n")))
+
     def stop(self) -> None:
         """End every job, daemon and namespace of this cluster."""
         with contextlib.suppress(subprocess.TimeoutExpired):  # the daemons may not be there yet, or not any more
@@ -98,10 +106,7 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait(timeout=20)
-        for number in range(1, NODES + 1):
-            subprocess.run(["ip", "link", "del", f"{self._tag}v{number}"], capture_output=True)
-            subprocess.run(["ip", "netns", "del", self.namespace(number)], capture_output=True)
-        subprocess.run(["ip", "link", "del", self._bridge], capture_output=True)
+        remove(name for name in cluster_names() if self._is_own(name))
 
     def run(self, *command: str, check: bool = True, environment: Mapping[str, str] | None = None) -> str:
         """Run a SLURM command and return what it prints."""
@@ -156,6 +161,7 @@ class Cluster:
         def ip(*words: str) -> None:
             subprocess.run(["ip", *words], check=True, capture_output=True)
 
+        remove(left_behind(cluster_names(), psutil.pids()))  # they would answer at the same addresses
         ip("link", "add", self._bridge, "type", "bridge")
         ip("addr", "add", f"{NETWORK}.254/24", "dev", self._bridge)
         ip("link", "set", self._bridge, "up")
@@ -185,7 +191,11 @@ class Cluster:
     def _wait_for_nodes(self) -> None:
         deadline = time.monotonic() + START_S
         while self.run("sinfo", "-h", "-N", "-o", "%T", check=False).split() != ["idle"] * NODES:
-            assert time.monotonic() < deadline, f"nodes do not come up: {self.run('sinfo', '-N', '-l', check=False)}"
+            others = [name for name in cluster_names() if not self._is_own(name)]
+            assert time.monotonic() < deadline, (
+                f"nodes do not come up: {self.run('sinfo', '-N', '-l', check=False)}; of other clusters, at the same "
+                f"addresses: {', '.join(others) or 'nothing'}"
+            )
             time.sleep(POLL_S)
 
     def _write_configuration(self) -> None:
@@ -241,6 +251,26 @@ class Cluster:
         (etc / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # loaded whatever ProctrackType says
         names = [f"{NETWORK}.{i} node{i}" for i in range(1, NODES + 1)]
         (etc / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names]) + "\n")
+
+
+def cluster_names() -> list[str]:
+    """Return the names of all test clusters' interfaces and network namespaces."""
+    folder = Path("/run/netns")
+    spaces = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return [name for name in [*(name for _, name in socket.if_nameindex()), *spaces] if NAME.fullmatch(name)]
+
+
+def left_behind(names: Iterable[str], pids: Iterable[int]) -> list[str]:
+    """Return those `names` of test clusters whose process no longer lives: it was killed before it could clean up."""
+    alive = {pid % PIDS for pid in pids}
+    return [name for name in names if (match := NAME.fullmatch(name)) and int(match[1]) not in alive]
+
+
+def remove(names: Iterable[str]) -> None:
+    """Remove interfaces and namespaces of test clusters."""
+    for name in names:
+        kind = "netns" if NAME.fullmatch(name)[2].startswith("n") else "link"
+        subprocess.run(["ip", kind, "del", name], capture_output=True)
 
 
 def _free_port() -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import Cluster, why_not
-from tests.system.conftest import model, trained  # noqa: F401  # fixtures
+from tests.system.conftest import model, pytest_itemcollected, trained  # noqa: F401  # fixtures and their timeouts
 
 
 @pytest.fixture(scope="session")

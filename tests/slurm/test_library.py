@@ -152,6 +152,16 @@ def test_a_role_that_does_not_end_is_killed(job: Callable[..., StubbedJob]) -> N
     assert "rollout-n3 did not end within 1 s and is killed" in done.output
 
 
+def test_an_srun_that_hangs_does_not_hold_up_the_end(job: Callable[..., StubbedJob]) -> None:
+    deaf = "trap '' TERM; while [ ! -e $STUB/over ]; do sleep 0.1; done"
+    done = job(STUB_ROLLOUT=deaf, STUB_SRUN_HANGS="1", STOP_S="1", SRUN_END_S="1")
+    try:
+        assert done.end() == 0, done.output
+    finally:
+        (done.folder / "over").touch()
+    assert "rollout-n4 did not end within 1 s and is killed" in done.output
+
+
 def test_the_second_of_actor_and_controller_has_a_deadline(job: Callable[..., StubbedJob]) -> None:
     done = job(STUB_CONTROLLER="serve", LAST_ROLE_S="1")
     assert done.end() == 1, done.output

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +28,8 @@ SMALL = (
     "algorithm.num_minibatches=2",
     "run.num_steps=3",
 )
+NEAR_TIES = 2  # samples of a step of which rounding may decide; with other seeds, nearly all of its 32 would differ
+FROM_VERSION_0 = 3  # steps of a lockstep run that lags by two: weights of the same bits sample them
 LOOK_S = 1.0  # between two looks at all processes and what they have mapped, which cost a tenth of a second of a core
 
 
@@ -48,6 +50,11 @@ class Finished:
     def samples(self) -> list[list[dict[str, Any]]]:
         """Samples of each step."""
         return [read_lines(path) for path in sorted((self.folder / "samples").glob("step_*.jsonl"))]
+
+    @cached_property
+    def texts(self) -> list[list[tuple[str, str, float]]]:
+        """Problem, response and reward of each sample of each step."""
+        return [[(s["problem"], s["response"], s["reward"]) for s in samples] for samples in self.samples]
 
     def column(self, name: str) -> list[Any]:
         return [row[name] for row in self.rows]
@@ -163,6 +170,23 @@ def run(folder: Path, model: Path, *overrides: str) -> Finished:
         assert finished.exit_code == 0, finished.output
         assert running.nothing_is_left()
         return finished
+
+
+def same_steps(found: Sequence[Sequence[Any]], expected: Sequence[Sequence[Any]]) -> int:
+    """Return how many steps two lockstep runs sampled the same: all, or those before rounding once chose another token.
+
+    Where sums were taken in another order, the last bit of a log-probability may do so, and from there the runs part. It may
+    not before the weights change, nor in more than a sample or two of the step.
+    """
+    others = [
+        [sample for sample, other in zip(samples, golden, strict=True) if sample != other]
+        for samples, golden in zip(found, expected, strict=True)
+    ]
+    same = next((step for step, samples in enumerate(others) if samples), len(others))
+    assert same == len(others) or (same >= FROM_VERSION_0 and len(others[same]) <= NEAR_TIES), (
+        f"step {same} sampled otherwise: {others[same]}"
+    )
+    return same
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ def checkpoint_of(model: Path) -> Path:
     return newest
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2 * DEADLINE_S + 60)
 def test_an_exported_checkpoint_is_the_runs_model_bit_for_bit(model: Path, tmp_path: Path) -> None:
     destination = tmp_path / "exported"
     exported = call("-m", "recipes.export", str(checkpoint_of(model)), str(destination))

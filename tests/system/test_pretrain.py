@@ -23,7 +23,6 @@ def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.timeout(460)
 def test_the_warm_start_reaches_its_accuracy_and_writes_a_folder_that_transformers_loads(trained: Path) -> None:
     last = rows(trained)[-1]
     assert last["eval/accuracy"] >= 0.54
@@ -42,17 +41,19 @@ def test_the_warm_start_reaches_its_accuracy_and_writes_a_folder_that_transforme
     assert right >= 13
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(360)
 def test_four_ranks_learn_alike(trained: Path, tmp_path: Path) -> None:
-    """TP2 x PP2 with sequence parallelism: the first losses and accuracies are those of one rank."""
+    """TP2 x PP2 with sequence parallelism: the first losses and gradients are those of one rank.
+
+    Nothing is answered right so early: tests/distributed/test_token_output.py compares what greedy decoding gives.
+    """
     folder = tmp_path / "run"
-    run = pretrain(f"run.dir={folder}", *TP2PP2, "run.num_steps=12", timeout_s=300)
+    run = pretrain(f"run.dir={folder}", *TP2PP2, "run.num_steps=12", "eval_every=0", timeout_s=300)
     assert run.returncode == 0, run.stderr
     for row, other in zip(rows(folder), rows(trained)[:12], strict=True):
         # The layouts add float32 in another order, and twelve steps of Adam enlarge that a little.
         assert row["loss"] == pytest.approx(other["loss"], abs=1e-4), row["step"]
-        if row["step"] in (5, 10):  # of 1000 questions, a few on which two answers are as good as each other
-            assert row["eval/accuracy"] == pytest.approx(other["eval/accuracy"], abs=0.005)
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4), row["step"]
     AutoModelForCausalLM.from_pretrained(folder / "model")
 
 
@@ -150,6 +151,7 @@ def test_a_mistake_that_only_ranks_can_see_is_one_line_too(tmp_path: Path) -> No
     assert "has no GPU, torch finds 0 on this machine" in line
 
 
+@pytest.mark.timeout(240)
 def test_heads_that_tensor_parallel_does_not_divide_are_refused(tmp_path: Path) -> None:
     """SmolLM2's 9 query and 3 key/value heads at TP2; virtual stages with batched p2p on a model of four layers."""
     config = json.loads((ROOT / "configs/models/arithmetic_qwen3/config.json").read_text())
@@ -164,6 +166,7 @@ def test_heads_that_tensor_parallel_does_not_divide_are_refused(tmp_path: Path) 
     assert "trains silently wrong on megatron-core" in run.stderr
 
 
+@pytest.mark.timeout(360)
 def test_a_run_is_not_written_over_and_a_damaged_checkpoint_is_named(trained: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(trained, tmp_path / "run")
     run = pretrain(f"run.dir={folder}")

@@ -30,12 +30,15 @@ def names_a_test(test: str) -> bool:
 
 
 def test_the_page_lists_every_mutation_and_a_test_that_noticed_it() -> None:
-    page = mutations.PAGE.read_text(encoding="utf-8")
-    rows = page.split(mutations.BEGIN)[1].split(mutations.END)[0].strip().splitlines()
+    rows = mutations.PAGE_PART.read().splitlines()
     noticed = [re.search(r"`([^`]+)` \|$", row) for row in rows[2:]]
     tests = [f"tests/{found[1]}" if found else None for found in noticed]
     assert rows == mutations.table(dict(zip(ALL, tests, strict=True))), "run python tools/mutations.py --write"
-    assert all(test is not None and names_a_test(test) for test in tests)
+    for mutation, test in zip(ALL, tests, strict=True):
+        assert test is not None, mutation.name
+        assert names_a_test(test), mutation.name
+        its_tests = [chosen.partition("[")[0] for chosen in mutation.tests]
+        assert {test, test.partition("::")[0]} & {*its_tests}, f"{mutation.name}: {test} is none of its tests"
 
 
 def test_names_are_unique_and_every_room_of_the_objectives_way_is_broken_often() -> None:

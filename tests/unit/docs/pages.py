@@ -13,7 +13,10 @@ from a3po_megatron.config.schema import TrainConfig
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-RUNNERS = re.compile(r"(python|make|bash|sbatch|torchrun|source|cp|ls|head|tail|git|scancel)$|tools/|slurm/")
+RUNNERS = re.compile(
+    r"((?:\.venv/bin/)?python|make|bash|sbatch|torchrun|source|cp|ls|head|tail|git|scancel)$|tools/|slurm/"
+)
+INLINE = r"(?<!`)`((?:[A-Z_]+=\S+ )*(?:(?:\.venv/bin/)?python|torchrun|make) [^`]+)`"
 SECTIONS = [field.name for field in dataclasses.fields(TrainConfig) if dataclasses.is_dataclass(field.type)]
 
 
@@ -40,11 +43,11 @@ def commands() -> Iterator[Command]:
     for page in PAGES:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
         lines = [line for block in blocks(text, "") for line in block.splitlines()]
-        if short := re.search(r'^C="(.+)"$', text, re.MULTILINE):
-            text = text.replace("$C", short[1])
+        for name, value in re.findall(r'^([A-Z])="?([^"\n]+)"?$', text, re.MULTILINE):  # what a page gives a short name
+            text = text.replace(f"${name} ", f"{value} ")
         lines += [line for block in blocks(text, "sh") for line in block.splitlines()]
         lines += re.findall(r"^    (.+)", text, re.MULTILINE)
-        lines += [" ".join(code.split()) for code in re.findall(r"(?<!`)`((?:python|torchrun|make) [^`]+)`", text)]
+        lines += [" ".join(code.split()) for code in re.findall(INLINE, text)]
         for line in lines:
             command = _command(page.name, line.removeprefix("$ "))
             if command and RUNNERS.match(command.words[0]):
@@ -68,6 +71,12 @@ def blocks(text: str, language: str) -> list[str]:
     """Return the fenced blocks of a page in one language; "": those without."""
     found = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return [block for name, block in found if name == language]
+
+
+def shows(page: str, command: Command, said: str) -> bool:
+    """Whether a page shows, right after a command, what the command said; however either is broken into lines."""
+    shown = " ".join(page.replace("\\\n", " ").split())
+    return bool(said) and " ".join([*command.line.split(), *said.split()]) in shown
 
 
 def links(text: str) -> list[str]:

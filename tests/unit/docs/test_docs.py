@@ -13,7 +13,19 @@ from a3po_megatron.config.data import DataConfig
 from a3po_megatron.config.evaluation import EvaluateConfig
 from a3po_megatron.config.load import load_config
 from a3po_megatron.config.schema import PretrainConfig, TrainConfig
-from tests.unit.docs.pages import PAGES, ROOT, anchors, blocks, commands, exists, links, messages, settings
+from tests.unit.docs.pages import (
+    PAGES,
+    ROOT,
+    Command,
+    anchors,
+    blocks,
+    commands,
+    exists,
+    links,
+    messages,
+    settings,
+    shows,
+)
 from tests.unit.test_layers import ORDER
 from tools import config_reference, third_party_notices
 
@@ -91,6 +103,16 @@ def test_the_layers_on_the_page_are_those_that_are_tested() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     (table,) = blocks(page.split("## Layers")[1], "")
     assert [set(line.split("  ")[0].split(", ")) for line in table.splitlines()] == ORDER
+
+
+def test_what_a_command_says_is_shown_right_below_it_or_not_at_all() -> None:
+    """As tests/system/test_docs.py asks where a command ends with exit code 2."""
+    page = "```\n$ python one.py \\\n    --two\nerror: no\nsuch file\n```\n\n```\npython three.py\n```\n"
+    one, three = (Command("page.md", line, {}, ()) for line in ("python one.py  --two", "python three.py"))
+    assert shows(page, one, "error: no such\nfile\n")
+    assert not shows(page, one, "error: no file\n")
+    assert not shows(page, one, "")
+    assert not shows(page, three, "error: no such file\n")
 
 
 @each_command("python")

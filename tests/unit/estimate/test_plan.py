@@ -171,7 +171,7 @@ def test_the_docs_state_the_host_memory_of_each_configuration() -> None:
 
 
 def test_on_one_node_both_sides_share_its_gpus() -> None:
-    assert plan_of("qwen2_5_1p5b_gsm8k").places.shared
+    assert plan_of("qwen2_5_1p5b_gsm8k").roles.shared
     with pytest.raises(UserError, match="need 4 GPUs a node, of which 0 are free"):
         plan_of("qwen2_5_1p5b_gsm8k", "actor.data_parallel=8")
 

@@ -1,6 +1,7 @@
 """The split of a job over nodes."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -8,7 +9,7 @@ from a3po_megatron.config.actor import ActorConfig
 from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.config.schema import TrainConfig
 from a3po_megatron.errors import UserError
-from a3po_megatron.launch.cluster import JobNodes, check_cluster, num_ports
+from a3po_megatron.launch.cluster import PORTS_BESIDE_SERVERS, JobNodes, check_cluster, num_ports
 from a3po_megatron.launch.ranks import Nodes
 
 FOUR = JobNodes(("n1", "n2"), ("n3", "n4"), actor_ranks_per_node=8, gpus_per_node=8)
@@ -72,3 +73,8 @@ def test_shared_nodes_count_once() -> None:
 def test_ranks_over_nodes_are_checked(nodes: Nodes, says: str) -> None:
     with pytest.raises(UserError, match=says.replace("(", r"\(").replace(")", r"\)")):
         nodes.check(4)
+
+
+def test_the_job_scripts_give_the_servers_the_ports_behind_those_that_are_counted_beside_them() -> None:
+    library = (Path(__file__).parents[3] / "slurm" / "lib.sh").read_text()
+    assert f"rollout.base_port=$((PORT + {PORTS_BESIDE_SERVERS}))" in library

@@ -46,6 +46,10 @@ def test_the_first_ports_that_are_free_on_all_nodes_are_chosen() -> None:
         ),
         ({"driver": "[N/A]"}, "n2: nvidia-smi names the driver '[N/A]'; it is not loaded or too old"),
         ({"cuda": ""}, "n2: torch is built without CUDA there"),
+        (
+            {"cuda": "99.0"},
+            "n2: torch is built for CUDA 99.0, and which driver that needs is not known here; add it to",
+        ),
         ({"versions": {**GPU.versions, "vllm": "0.31.0"}}, "vllm is 0.32.0 on n1 but 0.31.0 on n2"),
         ({"versions": {**GPU.versions, "glibc": "2.31"}}, "glibc is 2.36 on n1 but 2.31 on n2"),
         ({"free_ports": []}, "none of 25 places for the job's ports is free on all of n1, n2"),

@@ -4,8 +4,10 @@ import io
 import json
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
+from a3po_megatron.errors import UserError
 from a3po_megatron.observe.progress import Progress
 from a3po_megatron.observe.report import Report
 from a3po_megatron.observe.rows import RowTail
@@ -37,6 +39,13 @@ def test_a_line_that_is_being_written_waits_for_its_end(tmp_path):
         file.write("2}\n")
     assert tail.new_rows() == [{"a": 2}]
     assert tail.new_rows() == []
+
+
+@pytest.mark.parametrize("line", ['{"step": 0}{"step": 1', "[1]", "7", "null"])
+def test_a_line_that_is_no_row_is_named_with_its_file(tmp_path, line):
+    (tmp_path / "rows.jsonl").write_text(f'{{"step": 0}}\n{line}\n')
+    with pytest.raises(UserError, match=r"rows\.jsonl: damaged: b'.+' is no JSON object; remove that line"):
+        RowTail(tmp_path / "rows.jsonl").new_rows()
 
 
 def test_progress_away_from_a_terminal_is_a_line_a_step_with_the_time_left(tmp_path):

@@ -37,6 +37,41 @@ def test_a_server_that_answers_but_does_not_generate_fails_at_the_deadline_of_th
     asyncio.run(run())
 
 
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+
+
+def test_a_server_that_still_starts_is_not_waited_for_as_one_that_serves_is(tmp_path, monkeypatch):
+    """As vLLM, which heeds no signal while it starts."""
+    monkeypatch.setattr(module, "STARTING_STOP_S", 0.1)
+
+    async def run() -> None:
+        server = started(tmp_path, STUBBORN)
+        async with asyncio.timeout(30):
+            while not (tmp_path / "log").read_bytes():  # now it ignores SIGTERM
+                await asyncio.sleep(0.01)
+            await server.stop(3600.0)
+        assert server.exit_reason() == "killed by SIGKILL"
+
+    asyncio.run(run())
+
+
+def test_a_server_that_serves_has_its_time_to_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "STARTING_STOP_S", 0.0)
+
+    async def run() -> None:
+        client = ReplicaClient("s", "http://s", "secret", RolloutConfig(), transport=FakeReplica("s"))
+        code = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(7)))"
+        server = started(tmp_path, f"{code}; print(flush=True); time.sleep(600)")
+        async with asyncio.timeout(30):
+            while not (tmp_path / "log").read_bytes():
+                await asyncio.sleep(0.01)
+            await server.wait_ready(client, RolloutConfig())
+            await server.stop(3600.0)
+        assert server.exit_reason() == "exited with code 7"
+
+    asyncio.run(run())
+
+
 def test_processes_that_cannot_be_killed_are_left_with_a_line_that_names_them(tmp_path, monkeypatch):
     """Stands in for a process that the system holds (state D): signals do nothing."""
     monkeypatch.setattr(module, "KILL_WAIT_S", 0.2)
