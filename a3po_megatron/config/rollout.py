@@ -58,9 +58,8 @@ class RolloutConfig:
     # a server that does not answer, or has requests and no new token, for so long is hung
     stall_timeout_s: float = 120.0
     controller_timeout_s: float = 120.0  # a supervisor that cannot reach the controller for so long stops
-    stop_timeout_s: float = (
-        15.0  # between asking a server to end and killing it; one that still starts gets 2 s at most
-    )
+    # between asking a server to end and killing it; one that still starts gets 2 s at most
+    stop_timeout_s: float = 15.0
     heartbeat_s: float = 2.0  # between two looks at the servers and the controller
     max_restarts: int = 3  # of one server within `restart_window_s`; one more failure retires it
     restart_window_s: float = 600.0
