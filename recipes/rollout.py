@@ -9,19 +9,21 @@ import asyncio
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from a3po_megatron.config.address import is_url
 from a3po_megatron.config.load import load_config
 from a3po_megatron.config.schema import TrainConfig
-from a3po_megatron.errors import exit_on_user_error
+from a3po_megatron.errors import UserError, exit_on_user_error, say_why
 from a3po_megatron.rollout.controller_link import ControllerLink
 from a3po_megatron.rollout.sampling import check_rollout
 from a3po_megatron.rollout.server_args import server_device
-from a3po_megatron.rollout.supervisor import Supervisor, SupervisorFailed
+from a3po_megatron.rollout.supervisor import Supervisor
 from a3po_megatron.run_token import read_run_token
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Parse, build, run; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="YAML file of the run")
@@ -29,9 +31,11 @@ def main() -> int:
     parser.add_argument("--controller", required=True, metavar="URL", help="for example http://127.0.0.1:8500")
     parser.add_argument("--node", default=socket.gethostname(), help="name of this node, unique in the run")
     parser.add_argument("--log-dir", type=Path, help="where the servers write their logs (default: logs in run.dir)")
-    arguments = parser.parse_intermixed_args()
-    config = load_config(TrainConfig, arguments.config, arguments.overrides)
+    options = parser.parse_intermixed_args(arguments)
+    config = load_config(TrainConfig, options.config, options.overrides)
     check_rollout(config.rollout)
+    if not is_url(options.controller):
+        raise UserError(f"--controller {options.controller}: expected a URL such as http://127.0.0.1:8500")
     run_dir = Path(config.run.dir)
     token = read_run_token(run_dir)
     supervisor = Supervisor(
@@ -39,19 +43,18 @@ def main() -> int:
         model_path=config.model.path,
         seed=config.run.seed,
         token=token,
-        controller=ControllerLink(arguments.controller, token, timeout_s=config.rollout.control_timeout_s),
-        log_dir=arguments.log_dir or run_dir / "logs",
-        node=arguments.node,
+        controller=ControllerLink(options.controller, token, timeout_s=config.rollout.control_timeout_s),
+        log_dir=options.log_dir or run_dir / "logs",
+        node=options.node,
         device=server_device(config.rollout),
         say=lambda line: print(f"rollout: {line}", flush=True),
     )
     try:
         number = asyncio.run(supervisor.run())
-    except SupervisorFailed as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
+    except Exception as error:
+        return say_why(error)
     return 0 if number == signal.SIGTERM else 128 + number
 
 
 if __name__ == "__main__":
-    sys.exit(exit_on_user_error(main))
+    sys.exit(exit_on_user_error(lambda: main(sys.argv[1:])))

@@ -148,9 +148,8 @@ class Meter:
     def report(self, destination: Path, summary: "Summary", ignored: dict[str, int] | None = None) -> None:
         """Print what was written, and what was left out."""
         print(
-            f"{destination}: {summary.num_tensors} tensors, {summary.num_parameters / 1e6:.1f} M parameters, "
-            f"{' and '.join(summary.dtypes)}, {summary.num_bytes / 1e6:.0f} MB in {time.monotonic() - self.start:.1f} s; "
-            f"{self.line()}, largest tensor {summary.largest_bytes / 1e6:.0f} MB"
+            f"{destination}: {summary} in {time.monotonic() - self.start:.1f} s; {self.line()}, "
+            f"largest tensor {summary.largest_bytes / 1e6:.0f} MB"
         )
         for what, count in (ignored or {}).items():
             print(f"left out: {what} ({count} keys)")

@@ -14,9 +14,10 @@ from typing import Any
 from a3po_megatron.config.reward import RewardPoolConfig
 from a3po_megatron.errors import UserError, exit_on_user_error
 from a3po_megatron.records import Verdict
+from a3po_megatron.reward.base import RewardError
 from a3po_megatron.reward.extract import CONVENTIONS
 from a3po_megatron.reward.judge import MathSettings
-from a3po_megatron.reward.pool import RewardError, WorkerPool
+from a3po_megatron.reward.pool import WorkerPool
 from a3po_megatron.reward.worker import Request
 
 

@@ -1,23 +1,20 @@
 """From the settings of a run to a controller that can run."""
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from a3po_megatron.config.controller import ControllerConfig
 from a3po_megatron.config.model_shape import read_model_shape
-from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.config.schema import TrainConfig
 from a3po_megatron.controller.loop import Controller
 from a3po_megatron.controller.parts import Parts
 from a3po_megatron.controller.rows import RunFiles
-from a3po_megatron.data.check import check_data
+from a3po_megatron.data.check import check_data, check_lengths
 from a3po_megatron.data.load import load_task
 from a3po_megatron.data.source import PromptSource
 from a3po_megatron.errors import UserError
 from a3po_megatron.evaluate.check import OF_RUN, check_samples
-from a3po_megatron.records import Problem
 from a3po_megatron.reward.build import Rewards, check_reward
 from a3po_megatron.rollout.fleet import Fleet
 from a3po_megatron.rollout.sampling import SamplingSettings, check_rollout
@@ -101,21 +98,6 @@ def check_controller(config: TrainConfig) -> None:
     if not 1 <= controller.port <= 65535:
         raise UserError(f"controller.port={controller.port}: between 1 and 65535")
     check_reward(config.reward, config.data.task, config.rollout.max_response_tokens)
-
-
-def check_lengths(problems: Sequence[Problem], rollout: RolloutConfig) -> None:
-    """Refuse a prompt that leaves no room for the response, before anything is generated. Raises UserError.
-
-    Of the training problems, those of `task: problems` that are too long have been left out and counted before.
-    """
-    longest = max(problems, key=lambda problem: len(problem.prompt_ids))
-    needed = len(longest.prompt_ids) + rollout.max_response_tokens
-    if needed > rollout.max_model_len:
-        raise UserError(
-            f"rollout.max_model_len={rollout.max_model_len}: problem {longest.id!r} has {len(longest.prompt_ids)} "
-            f"prompt tokens, with rollout.max_response_tokens={rollout.max_response_tokens} that is {needed}; "
-            "raise rollout.max_model_len"
-        )
 
 
 def _timeouts(controller: ControllerConfig) -> list[str]:

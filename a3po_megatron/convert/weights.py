@@ -60,6 +60,12 @@ class Summary:
     largest_bytes: int  # of the largest tensor
     dtypes: tuple[str, ...]
 
+    def __str__(self) -> str:
+        return (
+            f"{self.num_tensors} tensors, {self.num_parameters / 1e6:.1f} M parameters, {' and '.join(self.dtypes)}, "
+            f"{self.num_bytes / 1e6:.0f} MB"
+        )
+
 
 def summarise(weights: Weights) -> Summary:
     """Return the figures of weights."""

@@ -1,10 +1,13 @@
-"""Refuses data settings that cannot work, before any file is opened."""
+"""Refuses data settings that cannot work, before any file is opened, and prompts that are too long, once they are read."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from a3po_megatron.config.data import DataConfig, ProblemSetConfig, PromptConfig
+from a3po_megatron.config.rollout import RolloutConfig
+from a3po_megatron.data.rows import SUFFIXES
 from a3po_megatron.data.sets import FORMATS, kind_of
 from a3po_megatron.errors import UserError
+from a3po_megatron.records import Problem
 
 OF_COLUMNS = ("problem_column", "answer_column")
 NOT_GENERATED = ("path", "subset", "split", *OF_COLUMNS, "id_column")
@@ -38,6 +41,21 @@ def check_evaluation_data(config: DataConfig) -> None:
     _check_prompt(config.prompt)
 
 
+def check_lengths(problems: Sequence[Problem], rollout: RolloutConfig) -> None:
+    """Refuse a prompt that leaves no room for the response, before anything is generated. Raises UserError.
+
+    Of the training problems, those of `task: problems` that are too long have been left out and counted before.
+    """
+    longest = max(problems, key=lambda problem: len(problem.prompt_ids))
+    needed = len(longest.prompt_ids) + rollout.max_response_tokens
+    if needed > rollout.max_model_len:
+        raise UserError(
+            f"rollout.max_model_len={rollout.max_model_len}: problem {longest.id!r} has {len(longest.prompt_ids)} prompt tokens, "
+            f"with rollout.max_response_tokens={rollout.max_response_tokens} that is {needed}; raise rollout.max_model_len or "
+            "lower rollout.max_response_tokens"
+        )
+
+
 def _check_sets(section: str, sets: Mapping[str, ProblemSetConfig]) -> None:
     for name, config in sets.items():
         where, kind = f"{section}.{name}", kind_of(name, config)
@@ -57,10 +75,24 @@ def _check_sets(section: str, sets: Mapping[str, ProblemSetConfig]) -> None:
                     raise UserError(
                         f"{where}.{column} is empty: kind=columns needs path, problem_column and answer_column"
                     )
-        if config.path.endswith((".jsonl", ".parquet")) and (config.split or config.subset):
-            raise UserError(
-                f"{where}.path={config.path} is a file, which has no split and no subset; leave those empty"
-            )
+        _check_split(where, kind, config)
+
+
+def _check_split(where: str, kind: str, config: ProblemSetConfig) -> None:
+    """Refuse a split or subset that nothing would read."""
+    if config.path.endswith(SUFFIXES) and (config.split or config.subset):
+        raise UserError(f"{where}.path={config.path} is a file, which has no split and no subset; leave those empty")
+    if config.path or kind not in FORMATS:
+        return
+    if config.subset:
+        raise UserError(
+            f"{where}.subset={config.subset}: {kind} of the data folder has none; set path or leave it empty"
+        )
+    if config.split and "{split}" not in FORMATS[kind].file:
+        raise UserError(
+            f"{where}.split={config.split}: {kind} is one file of the data folder, {FORMATS[kind].file}; leave it empty, or set "
+            "path to a Hugging Face data set"
+        )
 
 
 def _check_generated(where: str, config: ProblemSetConfig) -> None:

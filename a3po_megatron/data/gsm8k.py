@@ -2,7 +2,6 @@
 
 from decimal import Decimal, InvalidOperation
 
-from a3po_megatron.data.folder import data_folder as data_folder
 from a3po_megatron.data.text import Instruction
 
 INSTRUCTION = Instruction(suffix="\nThink step by step. Write the final answer, a number, on the last line after ####.")

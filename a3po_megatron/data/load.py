@@ -27,8 +27,8 @@ class TaskData:
     decode_answer: Callable[[Sequence[int]], str]  # without special tokens, as a reward reads it
     report: DataReport | None = None  # None for the arithmetic task
 
-    def heldout(self, max_problems: int) -> list[Problem]:
-        """Return the first `max_problems` problems of every evaluation set, end to end."""
+    def heldout(self, max_problems: int | None) -> list[Problem]:
+        """Return the first `max_problems` problems (None: all) of every evaluation set, end to end."""
         return [problem for problems in self.evaluation.values() for problem in problems[:max_problems]]
 
 
@@ -92,10 +92,7 @@ def load_clean(config: DataConfig) -> CleanData:
     evaluation = {name: tuple(read_set(name, one, "test")) for name, one in config.evaluation.items()}
     compared = [row.problem for rows in evaluation.values() for row in rows] if config.decontaminate != "off" else []
     train, matches = clean_sets(
-        {
-            name: (source_of(name, one, one.split or "train"), read_set(name, one, "train"))
-            for name, one in config.train.items()
-        },
+        {name: (source_of(name, one, "train"), read_set(name, one, "train")) for name, one in config.train.items()},
         EvaluationTexts(compared, config.ngram, config.ngram_share, ngrams=config.decontaminate == "ngrams"),
         # Every problem of a generator shares most of its words with every other.
         frozenset(name for name, one in config.train.items() if kind_of(name, one) == "generated"),
@@ -117,7 +114,7 @@ def _evaluation_reports(
         begin, end = end, end + len(rows)
         yield EvaluationSetReport(
             name=name,
-            source=source_of(name, config.evaluation[name], config.evaluation[name].split or "test"),
+            source=source_of(name, config.evaluation[name], "test"),
             rows=len(rows),
             instructions_removed=sum(row.had_instruction for row in rows),
             answers_rewritten=sum(row.answer_rewritten for row in rows),

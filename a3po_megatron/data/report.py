@@ -16,7 +16,7 @@ class TrainSetReport:
     different_texts: int  # of the problem's field, as it stands in the file
     texts_in_conflict: int  # of these, those that stand there with different answers
     instructions_removed: int  # rows whose problem's field held an instruction
-    answers_rewritten: int  # rows whose answer was spelt otherwise, such as 70.0
+    answers_rewritten: int  # rows whose answer's field was spelt otherwise, such as 70.0
     repeated: int  # left out: the same problem stands further up, perhaps in another set
     conflicting: int  # left out: the same problem has another answer elsewhere
     contaminated_exact: int  # left out: the letters and digits are those of an evaluation problem

@@ -76,6 +76,8 @@ def read_hugging_face(path: str, subset: str, split: str) -> Iterator[PlacedRow]
             "such as openai/gsm8k"
         )
     saved = any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    if saved and subset:
+        raise UserError(f"{path}: a data set as `save_to_disk` writes it has no subset {subset!r}; leave subset empty")
     try:
         if saved:
             data = datasets.load_from_disk(path)

@@ -1,7 +1,7 @@
 """The sets of problems that can be named, and how a row of each becomes (problem, answer, id)."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from a3po_megatron.config.data import ProblemSetConfig
@@ -38,7 +38,7 @@ class Row:
     problem: str  # without known instructions
     answer: str
     had_instruction: bool
-    answer_rewritten: bool
+    answer_rewritten: bool  # the answer's field was spelt otherwise, such as 70.0
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,17 @@ class Format:
     id: tuple[str, ...] = ()  # none: the number of the line or row
     file: str = ""  # in the data folder; {split} is train or test
     instruction: Instruction = BOXED
-    parse_answer: Callable[[str], str] | None = None
+    parse_answer: Callable[[str], str] | None = None  # raises ValueError for what is no answer of the set
 
 
-AIME = Format(problem=("problem", "question"), answer=("answer",), id=("id",), parse_answer=lambda text: _aime(text))
+def aime_answer(answer: str) -> str:
+    """Return an answer of the AIME. Raises ValueError for what is none."""
+    if not (answer.isdecimal() and int(answer) <= 999):
+        raise ValueError(f"the answer {answer!r} is not a whole number from 0 to 999, as every answer of the AIME is")
+    return answer
+
+
+AIME = Format(problem=("problem", "question"), answer=("answer",), id=("id",), parse_answer=aime_answer)
 FORMATS = {
     "gsm8k": Format(
         problem=("question",),
@@ -70,8 +77,8 @@ FORMATS = {
         instruction=INSTRUCTIONS["dapo"],
     ),
     "math500": Format(problem=("problem",), answer=("answer",), id=("unique_id",), file="math500/test.jsonl"),
-    "aime24": Format(AIME.problem, AIME.answer, AIME.id, "aime24/test.jsonl", parse_answer=AIME.parse_answer),
-    "aime25": Format(AIME.problem, AIME.answer, AIME.id, "aime25/test.jsonl", parse_answer=AIME.parse_answer),
+    "aime24": replace(AIME, file="aime24/test.jsonl"),
+    "aime25": replace(AIME, file="aime25/test.jsonl"),
 }
 
 
@@ -83,37 +90,37 @@ def kind_of(name: str, config: ProblemSetConfig) -> str:
 def format_of(name: str, config: ProblemSetConfig) -> Format:
     """Return how the set's rows are written; a stated column comes before those of the kind."""
     kind = kind_of(name, config)
-    known = FORMATS.get(kind, Format(problem=(), answer=()))
     if kind == "generated":
         return Format(("question",), ("answer",))
-    return Format(
-        (config.problem_column,) if config.problem_column else known.problem,
-        (config.answer_column,) if config.answer_column else known.answer,
-        (config.id_column,) if config.id_column else known.id,
-        known.file,
-        known.instruction,
-        known.parse_answer,
+    known = FORMATS.get(kind, Format(problem=(), answer=()))
+    return replace(
+        known,
+        problem=(config.problem_column,) if config.problem_column else known.problem,
+        answer=(config.answer_column,) if config.answer_column else known.answer,
+        id=(config.id_column,) if config.id_column else known.id,
     )
 
 
-def source_of(name: str, config: ProblemSetConfig, split: str) -> str:
-    """Return where the set comes from: the generator, or the path of its file, folder or hub id."""
+def source_of(name: str, config: ProblemSetConfig, default_split: str) -> str:
+    """Return where the set comes from: the generator, or the path of its file, folder or hub id.
+
+    `default_split`: train or test, where the settings state none.
+    """
     if kind_of(name, config) == "generated":
         return f"reasoning-gym {config.generator}, seed {config.seed}"
-    return config.path or str(data_folder() / format_of(name, config).file.format(split=split))
+    return config.path or str(data_folder() / format_of(name, config).file.format(split=config.split or default_split))
 
 
-def read_set(name: str, config: ProblemSetConfig, split: str) -> Iterator[Row]:
-    """Yield the rows of one set, at most `config.limit`. `split`: train or test, where the settings state none.
+def read_set(name: str, config: ProblemSetConfig, default_split: str) -> Iterator[Row]:
+    """Yield the rows of one set, at most `config.limit`. `default_split`: train or test, where the settings state none.
 
     Raises UserError naming file and line of the first row without a problem or an answer.
     """
-    split = config.split or split
-    style, source = format_of(name, config), source_of(name, config, split)
+    style = format_of(name, config)
     if kind_of(name, config) == "generated":
         rows = generate_rows(config.generator, config.limit, config.seed)
     else:
-        rows = read_rows(source, config.subset, split)
+        rows = read_rows(source_of(name, config, default_split), config.subset, config.split or default_split)
     for where, number, values in rows:
         if config.limit and number > config.limit:
             return
@@ -125,18 +132,18 @@ def _row(style: Format, name: str, where: str, number: int, values: Mapping[str,
     if not isinstance(published, str) or not published.strip():
         raise UserError(f"{where}: the problem ({style.problem[0]}) is empty or not text: {published!r}")
     given = _value(where, values, style.answer)
-    answer = normalized_answer(given)
-    if answer is not None and style.parse_answer is not None:
-        try:
-            answer = style.parse_answer(answer)
-        except ValueError as error:
-            raise UserError(f"{where}: {error}") from None
-    if answer is None:
+    spelt = normalized_answer(given)
+    if spelt is None:
         raise UserError(f"{where}: the answer ({style.answer[0]}) is empty, or neither text nor a number: {given!r}")
+    try:
+        answer = style.parse_answer(spelt) if style.parse_answer else spelt
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
     problem, had_instruction = strip_instruction(published)
     row_id = _value(where, values, style.id, default=number)
-    rewritten = style.parse_answer is not gsm8k.final_answer and answer != str(given)
-    return Row(where, f"{name}/{row_id}", published, problem, answer, had_instruction, rewritten)
+    return Row(
+        where, f"{name}/{row_id}", published, problem, answer, had_instruction, answer_rewritten=spelt != str(given)
+    )
 
 
 def _value(where: str, values: Mapping[str, Any], columns: tuple[str, ...], default: Any = None) -> Any:
@@ -148,9 +155,3 @@ def _value(where: str, values: Mapping[str, Any], columns: tuple[str, ...], defa
     if default is not None:
         return default
     raise UserError(f"{where}: no column {' or '.join(map(repr, columns))}; the row has {', '.join(map(str, values))}")
-
-
-def _aime(answer: str) -> str:
-    if not (answer.isdecimal() and int(answer) <= 999):
-        raise ValueError(f"the answer {answer!r} is not a whole number from 0 to 999, as every answer of the AIME is")
-    return answer

@@ -1,5 +1,6 @@
 """From the settings of `recipes/evaluate.py` to everything that one evaluation needs, checked before anything starts."""
 
+import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 from a3po_megatron.config.evaluation import EvaluateConfig
 from a3po_megatron.config.load import load_config, save_run_record
-from a3po_megatron.data.check import check_evaluation_data
+from a3po_megatron.data.check import check_evaluation_data, check_lengths
 from a3po_megatron.data.load import TaskData, load_evaluation
 from a3po_megatron.errors import UserError
 from a3po_megatron.evaluate.check import OF_COMMAND, check_samples, ks_of
@@ -91,12 +92,10 @@ def prepare(config: EvaluateConfig, target: Target) -> Job:
     """Check everything, read the problems, and make the report's folder. Raises UserError."""
     vocab_size = check(config, target)
     data = load_evaluation(config.data, str(target.model))
-    problems = [
-        problem
-        for of_set in data.evaluation.values()
-        for problem in (of_set[: config.max_problems] if config.max_problems else of_set)
-    ]
-    _check_lengths(problems, config)
+    problems = data.heldout(config.max_problems or None)
+    if not problems:
+        raise UserError("data.arithmetic.num_heldout=0: there is no problem to evaluate on; hold some out")
+    check_lengths(problems, config.rollout)
     token = _token_of(config, target)
     folder = Path(config.dir) if config.dir else DEFAULT_FOLDER / f"{target.name}_{time.strftime('%Y%m%d-%H%M%S')}"
     if (folder / "report.json").exists():
@@ -108,20 +107,11 @@ def prepare(config: EvaluateConfig, target: Target) -> Job:
     return Job(config, target, vocab_size, data, problems, token, folder)
 
 
-def _check_lengths(problems: Sequence[Problem], config: EvaluateConfig) -> None:
-    longest = max(problems, key=lambda problem: len(problem.prompt_ids))
-    needed = len(longest.prompt_ids) + config.rollout.max_response_tokens
-    if needed > config.rollout.max_model_len:
-        raise UserError(
-            f"rollout.max_model_len={config.rollout.max_model_len}: problem {longest.id!r} has {len(longest.prompt_ids)} "
-            f"prompt tokens, with rollout.max_response_tokens={config.rollout.max_response_tokens} that is {needed}; raise "
-            "rollout.max_model_len or lower rollout.max_response_tokens"
-        )
-
-
 def _token_of(config: EvaluateConfig, target: Target) -> str:
     """Return the secret of the servers: a new one for our own."""
     if target.kind != "fleet":
+        if config.token_file:
+            raise UserError(f"token_file={config.token_file}: only servers that run already have one; leave it empty")
         return secrets.token_hex(32)
     if config.token_file:
         try:
@@ -133,12 +123,12 @@ def _token_of(config: EvaluateConfig, target: Target) -> str:
         return token
     if target.run is not None:
         return read_run_token(target.run)
-    try:
-        return read_run_token(Path())
-    except UserError:
+    token = os.environ.get(TOKEN_VARIABLE, "").strip()
+    if not token:
         raise UserError(
             f"token_file is empty and {TOKEN_VARIABLE} is not set: servers answer only who shows the token of their run"
-        ) from None
+        )
+    return token
 
 
 async def run(job: Job, model: Path, say: Say, progress: FollowProgress) -> tuple[Result, float]:

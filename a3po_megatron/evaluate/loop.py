@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from a3po_megatron.errors import first_cause
 from a3po_megatron.records import Problem, Sample, Verdict
 from a3po_megatron.reward.base import Reward
 from a3po_megatron.rollout.client import RequestOverdue
@@ -93,8 +94,5 @@ async def answer_problems(
     except ExceptionGroup as failures:
         if failures.split(RequestOverdue)[1] is not None:
             raise
-        cause: Exception = failures
-        while isinstance(cause, ExceptionGroup):
-            cause = cause.exceptions[0]
-        raise TimeoutError(f"{num_done} of {num_requests} responses came: {cause}") from None
+        raise TimeoutError(f"{num_done} of {num_requests} responses came: {first_cause(failures)}") from None
     return [task.result() for task in tasks]

@@ -84,7 +84,7 @@ class RunningFleet:
     ) -> Generation:
         """Sample one response on the server that failed least and has fewest of ours; after a failure it goes on where it was.
 
-        Raises ReplicaError when the request is refused or fails four times, UserError when its run has ended.
+        Raises ReplicaError when the request is refused or `RETRIES` have failed too, UserError when its run has ended.
         """
         response = PartialGeneration() if partial is None else partial
         deadline, part, failures = time.monotonic() + self._config.request_timeout_s, 0, 0
@@ -157,7 +157,7 @@ class RunningFleet:
 def current_replicas(url: str, answer: httpx.Response) -> list[str] | None:
     """Return the urls of the current replicas in a controller's `/status`; None for a server that has no such route.
 
-    Raises UserError for a wrong token, or when there is no current replica.
+    Raises UserError for a wrong token, another program's answer, or when there is no current replica.
     """
     if answer.status_code == httpx.codes.UNAUTHORIZED:
         raise UserError(f"target={url}: another run's token, or none: it is in the file `token` of the run's folder")
@@ -165,8 +165,13 @@ def current_replicas(url: str, answer: httpx.Response) -> list[str] | None:
         return None
     if answer.is_error:
         raise UserError(f"target={url}: /status answered {answer.status_code}: {answer.text.strip()[:300]}")
-    replicas = answer.json()["fleet"]["replicas"]
-    current = [replica["url"] for replica in replicas.values() if replica["state"] == "current"]
+    try:
+        replicas = answer.json()["fleet"]["replicas"]
+        current = [str(replica["url"]) for replica in replicas.values() if replica["state"] == "current"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(
+            f"target={url}: /status answered what no controller does: {' '.join(answer.text.split())[:100]!r}"
+        ) from None
     if not current:
         raise UserError(f"target={url}: the controller has no server with the current weights (it has {len(replicas)})")
     return current

@@ -9,7 +9,7 @@ from typing import Literal
 import yaml
 
 from a3po_megatron.checkpoint_folder import MARKER, check_complete
-from a3po_megatron.config.address import url_of
+from a3po_megatron.config.address import is_url, url_of
 from a3po_megatron.config.data import ProblemSetConfig
 from a3po_megatron.config.evaluation import EvaluateConfig
 from a3po_megatron.config.load import load_config
@@ -43,6 +43,8 @@ def read_target(config: EvaluateConfig) -> tuple[Target, EvaluateConfig]:
     if "://" in text:
         target = _urls(config)
         return target, _within_positions(EvaluateConfig(), target.model)
+    if config.model:
+        raise UserError(f"model={config.model}: only a URL needs it; target={text} brings its own, leave model empty")
     folder = Path(text)
     if not folder.is_dir():
         raise UserError(f"target={text}: no such folder; name a Hugging Face folder, a checkpoint or a run's folder")
@@ -71,7 +73,7 @@ def read_target(config: EvaluateConfig) -> tuple[Target, EvaluateConfig]:
 def _urls(config: EvaluateConfig) -> Target:
     urls = tuple(url.strip().rstrip("/") for url in config.target.split(","))
     for url in urls:
-        if not url.startswith(("http://", "https://")):
+        if not is_url(url):
             raise UserError(
                 f"target={config.target}: {url or '(empty)'} is no URL: http://HOST:PORT, with commas between"
             )

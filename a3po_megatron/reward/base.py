@@ -18,6 +18,10 @@ Decoder = Callable[[Sequence[int]], str]
 Judge = Callable[[Problem, Sequence[Sample]], Awaitable[list[Verdict]]]
 
 
+class RewardError(Exception):
+    """A reward cannot be computed, through no fault of the response: a broken user function, endpoint or truth."""
+
+
 class Reward(Protocol):
     """What the controller's loop asks."""
 

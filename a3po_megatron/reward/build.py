@@ -5,16 +5,17 @@ import math
 import re
 from collections.abc import Sequence
 
+from a3po_megatron.config.address import is_url
 from a3po_megatron.config.reward import RewardConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.records import Problem, Sample, Verdict
-from a3po_megatron.reward.base import Decoder, Judge, Part, WeightedSum
+from a3po_megatron.reward.base import Decoder, Judge, Part, RewardError, WeightedSum
 from a3po_megatron.reward.endpoint import Endpoint
 from a3po_megatron.reward.exact import judge_exact
 from a3po_megatron.reward.form import format_check, overlong_penalty
 from a3po_megatron.reward.judge import MathSettings
 from a3po_megatron.reward.numeric import final_number, numeric_verdict
-from a3po_megatron.reward.pool import RewardError, WorkerPool, check_golds
+from a3po_megatron.reward.pool import WorkerPool, check_golds
 from a3po_megatron.reward.worker import Request
 
 CUT_OFF = Verdict(0.0, "cut off at the token limit (reward.accept_truncated=false)")
@@ -182,8 +183,10 @@ def _check_parts(config: RewardConfig, max_response_tokens: int) -> None:
     if config.python.weight and not re.fullmatch(r"\w+(\.\w+)*:\w+", config.python.path):
         raise UserError(f"reward.python.path={config.python.path or '(empty)'}: expected package.module:function")
     if config.http.weight:
-        if not re.match(r"https?://[^/]", config.http.url):
-            raise UserError(f"reward.http.url={config.http.url or '(empty)'}: expected http://... or https://...")
+        if not is_url(config.http.url):
+            raise UserError(
+                f"reward.http.url={config.http.url or '(empty)'}: expected http://HOST[:PORT]/... or https://HOST[:PORT]/..."
+            )
         for name in ("timeout_s", "max_tries", "max_concurrent"):
             if not getattr(config.http, name) > 0:
                 raise UserError(f"reward.http.{name}={getattr(config.http, name)}: must be above 0")

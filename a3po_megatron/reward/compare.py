@@ -1,11 +1,11 @@
 """Whether a stated answer equals the truth: plain numbers exactly, words as words, everything else by math-verify.
 
 math-verify decides about mathematics. This file only goes before it (where text or exact decimals settle the matter) and
-guards it where it is known to be too kind: see `_too_kind`. Imports sympy when it is first needed: workers only.
+guards it where it is known to be too kind: see `_too_kind`. What nobody could evaluate is refused by `huge.py` before. Imports
+sympy when it is first needed: workers only.
 """
 
 import logging
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
-from a3po_megatron.reward.extract import DENIES
+from a3po_megatron.reward.huge import NotComparable, refuse_huge
 from a3po_megatron.reward.plain_number import plain_number, same_number
 from a3po_megatron.reward.spelling import as_word, normalise, squeeze, unwrap_text
+from a3po_megatron.reward.statement import DENIES
 
-MAX_DIGITS = 20_000  # of any integer that an expression would make
 GLUED = re.compile(r"[-+]?[\d.,]+[A-Za-z]")
 ABOUT = re.compile(r"\\(?:approx|simeq|sim)(?![A-Za-z])")
 RELATION = re.compile(r"(?<![<>!\\])=(?!=)")
@@ -39,12 +39,8 @@ class Comparison:
     relations_as_sets: bool = False  # `-2 <= x <= 7` also answers `[-2, 7]`
 
 
-class NotComparable(Exception):
-    """The text cannot be read as mathematics, or is too big to evaluate; the message says which."""
-
-
-class BadTruth(NotComparable):
-    """It is the truth that cannot be read."""
+class BadTruth(Exception):
+    """The truth cannot be read, or is too big to evaluate: no response is to blame."""
 
 
 def compare(gold: str, answer: str, how: Comparison) -> str:
@@ -125,7 +121,7 @@ def anywhere(gold: str, response: str, how: Comparison, kinds: tuple[str, ...] =
 
 
 def check_gold(gold: str) -> str:
-    """Return "" if answers can be compared with `gold`, else why not."""
+    """Return "" if `compare` can compare answers with `gold`, else why not."""
     text = normalise(gold)
     if plain_number(unwrap_text(text)) is not None or as_word(text) is not None:
         return ""
@@ -139,58 +135,11 @@ def check_gold(gold: str) -> str:
     return "it has no reading as mathematics or as a word"
 
 
-def refuse_huge(value: Any) -> None:
-    """Raise NotComparable if evaluating a parsed expression would make a number of more than MAX_DIGITS digits."""
-    from sympy import Basic
-
-    if isinstance(value, Basic):
-        _log10(value)
-
-
 def _refuse_huge_truth(value: Any) -> None:
     try:
         refuse_huge(value)
     except NotComparable as error:
         raise BadTruth(str(error)) from None
-
-
-def _log10(node: Any) -> float:
-    """Return an upper bound of |log10 |node|| for what is made of numbers, at least 1 for anything else."""
-    from sympy import Add, Integer, Mul, Pow, Rational, binomial, factorial
-
-    if isinstance(node, Rational):
-        size = max(math.log10(max(abs(node.p), 1)), math.log10(node.q))
-    else:
-        parts = [_log10(part) for part in node.args]
-        if isinstance(node, Pow):
-            size = max(parts[0], 1.0) * _exponent(node.args[1], parts[1])
-        elif isinstance(node, factorial | binomial):
-            number = float(node.args[0]) if isinstance(node.args[0], Integer) else _whole(node.args[0], parts[0])
-            size = abs(number) * max(parts[0], 1.0)
-        elif isinstance(node, Mul):
-            size = sum(parts)
-        elif isinstance(node, Add):
-            size = max(parts, default=1.0) + math.log10(len(parts) or 1)
-        else:
-            size = max(parts, default=1.0)
-    if size > MAX_DIGITS:
-        raise NotComparable(f"it would make a number of more than {MAX_DIGITS} digits")
-    return size
-
-
-def _exponent(node: Any, log10: float) -> float:
-    """Return by how much a power's exponent multiplies digits: sympy multiplies powers of rational exponents out."""
-    from sympy import Rational
-
-    return abs(float(node)) if isinstance(node, Rational) else _whole(node, log10)
-
-
-def _whole(node: Any, log10: float) -> float:
-    """Return a bound of an expression's value if it is made of integers alone, else 1: it stays symbolic."""
-    from sympy import Integer
-
-    atoms = node.atoms()
-    return 10 ** min(log10, 300.0) if atoms and all(isinstance(atom, Integer) for atom in atoms) else 1.0
 
 
 def _too_kind(gold: str, answer: str, gold_value: Any, answer_value: Any) -> str:

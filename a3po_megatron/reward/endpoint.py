@@ -13,7 +13,7 @@ import httpx
 
 from a3po_megatron.config.reward import HttpRewardConfig
 from a3po_megatron.records import Verdict
-from a3po_megatron.reward.pool import RewardError
+from a3po_megatron.reward.base import RewardError
 
 FIRST_PAUSE_S = 0.5  # before the second try; then doubled
 MAX_BODY_BYTES = 1 << 20

@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 
 from a3po_megatron.records import Verdict
-from a3po_megatron.reward.compare import BadTruth, Comparison, NotComparable, anywhere, compare
-from a3po_megatron.reward.extract import CONVENTIONS, MARKERS, find_answer, refuse_oversize
+from a3po_megatron.reward.compare import BadTruth, Comparison, anywhere, compare
+from a3po_megatron.reward.extract import CONVENTIONS, MARKERS, find_answer
+from a3po_megatron.reward.huge import NotComparable
 from a3po_megatron.reward.numeric import final_number, numeric_verdict
 
 SHOWN = 200  # characters of an extracted answer that a verdict carries
@@ -26,24 +27,16 @@ def judge_math(gold: str, response: str, settings: MathSettings) -> Verdict:
     """Return 1.0 where the response states an answer equal to `gold`, else 0.0. Raises BadTruth for a bad gold."""
     if settings.convention == "last_number":
         return _judge_number(gold, response)
-    if settings.convention == "anywhere":
-        try:
-            reason, found = anywhere(gold, response, settings.comparison, settings.kinds)
-        except BadTruth:
-            raise
-        except NotComparable as error:
-            return Verdict(0.0, str(error))
-        return Verdict(0.0, reason, found[:SHOWN]) if reason else Verdict(1.0, "equal to the truth", found[:SHOWN])
-    found_answer = find_answer(response, settings.convention)
-    if found_answer.problem:
-        return Verdict(0.0, found_answer.problem)
-    answer = found_answer.answer
+    answer = ""
     try:
-        reason = compare(gold_answer(gold), answer, settings.comparison)
-    except BadTruth:
-        raise
+        if settings.convention == "anywhere":
+            reason, answer = anywhere(gold, response, settings.comparison, settings.kinds)
+        else:
+            found = find_answer(response, settings.convention)
+            answer = found.answer
+            reason = found.problem or compare(gold_answer(gold), answer, settings.comparison)
     except NotComparable as error:
-        return Verdict(0.0, str(error), answer[:SHOWN])
+        reason = str(error)
     return Verdict(0.0, reason, answer[:SHOWN]) if reason else Verdict(1.0, "equal to the truth", answer[:SHOWN])
 
 
@@ -53,7 +46,7 @@ def gold_answer(gold: str) -> str:
         found = find_answer(gold)
         if not found.problem:
             return found.answer
-    return refuse_oversize(gold.strip()).answer or gold.strip()
+    return gold.strip()
 
 
 def _judge_number(gold: str, response: str) -> Verdict:

@@ -14,24 +14,22 @@ NUMBER = re.compile(
 )
 
 
-def numeric_reward(response_text: str, answer: str) -> float:
-    """Return 1.0 or 0.0. Pure and exact (decimals, no rounding): `0.33` is not one third, `5.00` is `5`, `50%` is `50`.
+def numeric_verdict(response_text: str, answer: str) -> Verdict:
+    """Return 1.0 or 0.0 with the number that was read. Exact (decimals, no rounding): `0.33` is not one third, `50%` is `50`.
 
-    Example: `numeric_reward("6*7=42\\n#### $42.", "42") == 1.0`. Raises ValueError when `answer` holds no number.
+    Example: `numeric_verdict("6*7=42\\n#### $42.", "42").reward == 1.0`. Raises ValueError when `answer` holds no number.
     """
-    expected = final_number(answer)
+    expected, found = final_number(answer), final_number(response_text)
     if expected is None:
         raise ValueError(f"answer {answer!r} holds no number")
-    return float(final_number(response_text) == expected)
-
-
-def numeric_verdict(response_text: str, answer: str) -> Verdict:
-    """Return the verdict that belongs to `numeric_reward`, with the number that was read."""
-    found = final_number(response_text)
     if found is None:
         return Verdict(0.0, "the response holds no number")
-    reward = numeric_reward(response_text, answer)
-    return Verdict(reward, "equal to the truth" if reward else "another number", str(found)[:200])
+    extracted = str(found)[:200]
+    return (
+        Verdict(1.0, "equal to the truth", extracted)
+        if found == expected
+        else Verdict(0.0, "another number", extracted)
+    )
 
 
 def final_number(text: str) -> Decimal | None:

@@ -9,17 +9,9 @@ next request. Nothing here uses signals of this process, and nothing runs on the
 """
 
 import asyncio
-import contextlib
-import os
-import select
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -28,19 +20,9 @@ import msgspec
 from a3po_megatron.config.reward import RewardPoolConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.records import Verdict
-from a3po_megatron.reward.worker import LENGTH, Answer, Request
-
-SOURCE_ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = 300.0  # of a worker: it imports sympy, in 2 s on an idle machine
-MAX_ANSWER_BYTES = 1 << 20
-
-
-class WorkerFailed(Exception):
-    """A worker is gone; the message says how."""
-
-
-class RewardError(Exception):
-    """A reward cannot be computed, through no fault of the response: a broken user function, endpoint or truth."""
+from a3po_megatron.reward.base import RewardError
+from a3po_megatron.reward.worker import Request
+from a3po_megatron.reward.worker_process import START_TIMEOUT_S, WorkerFailed, WorkerProcess
 
 
 class WorkerPool:
@@ -53,7 +35,7 @@ class WorkerPool:
         self.restarts = 0  # workers that had to be killed or died
         self._threads = ThreadPoolExecutor(config.num_workers, thread_name_prefix="reward")
         self._own = threading.local()
-        self._workers: set[Worker] = set()
+        self._workers: set[WorkerProcess] = set()
         self._lock = threading.Lock()
         self._closed = False
 
@@ -117,11 +99,11 @@ class WorkerPool:
             raise RewardError(answer.error)
         return answer.verdict or Verdict(1.0, "comparable")
 
-    def _worker(self) -> "Worker":
+    def _worker(self) -> WorkerProcess:
         """Return this thread's worker, started now if it has none."""
-        worker: Worker | None = getattr(self._own, "worker", None)
+        worker: WorkerProcess | None = getattr(self._own, "worker", None)
         if worker is None:
-            worker = Worker(self.config.memory_bytes, self._user_path)
+            worker = WorkerProcess(self.config.memory_bytes, self._user_path)
             with self._lock:
                 self._workers.add(worker)
                 if self._closed:
@@ -137,116 +119,12 @@ class WorkerPool:
                 raise RewardError(f"a reward worker did not start: {error}; its stderr says why") from None
         return worker
 
-    def _drop(self, worker: "Worker") -> None:
+    def _drop(self, worker: WorkerProcess) -> None:
         self._own.worker = None
         worker.end()
         with self._lock:
             self._workers.discard(worker)
             self.restarts += 1
-
-
-class Worker:
-    """One process and its pipes. Used by one thread, except for `kill`."""
-
-    def __init__(self, memory_bytes: int, user_path: str) -> None:
-        paths = [str(SOURCE_ROOT), os.environ.get("PYTHONPATH", "")]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [sys.executable, "-m", "a3po_megatron.reward.worker", str(os.getpid()), str(memory_bytes), user_path]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            bufsize=0,
-            start_new_session=True,  # what a user's function starts is killed with the worker
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self._in, False)
-
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._process.pid
-
-    def wait_ready(self) -> None:
-        """Wait until the imports are done."""
-        self._receive(time.monotonic() + START_TIMEOUT_S)
-
-    def ask(self, body: bytes, timeout_s: float) -> Answer:
-        """Send one request and return the answer. Raises TimeoutError, or WorkerFailed if the process ended."""
-        deadline = time.monotonic() + timeout_s
-        self._send(LENGTH.pack(len(body)) + body, deadline)
-        return msgspec.msgpack.decode(self._receive(deadline), type=Answer)
-
-    def kill(self) -> None:
-        """SIGKILL to the process and to what it started; nothing happens if it has been waited for."""
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-
-    def end(self) -> None:
-        """Kill, wait, close the pipes: nothing of the process is left."""
-        self.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                stream.close()
-
-    def _send(self, data: bytes, deadline: float) -> None:
-        view = memoryview(data)
-        while view:
-            self._wait(self._in, select.POLLOUT, deadline)
-            try:
-                view = view[os.write(self._in, view) :]
-            except BlockingIOError:
-                continue
-            except OSError:
-                raise WorkerFailed(self._exit()) from None
-
-    def _receive(self, deadline: float) -> bytes:
-        (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline))
-        if length > MAX_ANSWER_BYTES:
-            raise WorkerFailed(f"it announced an answer of {length} bytes")
-        return self._read(length, deadline)
-
-    def _read(self, count: int, deadline: float) -> bytes:
-        data = bytearray()
-        while len(data) < count:
-            self._wait(self._out, select.POLLIN, deadline)
-            part = os.read(self._out, count - len(data))
-            if not part:
-                raise WorkerFailed(self._exit())
-            data += part
-        return bytes(data)
-
-    def _wait(self, descriptor: int, event: int, deadline: float) -> None:
-        poll = select.poll()
-        poll.register(descriptor, event)
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise TimeoutError
-
-    def _exit(self) -> str:
-        try:
-            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)  # its pipes have closed: it is ending
-            self.kill()  # what it started, before it is waited for: after that its group has no name
-            return f"exit code {self._process.wait(timeout=5)}"
-        except subprocess.TimeoutExpired:
-            return "its pipes are closed"
-
-
-def _encodable(request: Request) -> Request:
-    """Return the request without lone surrogates, which are no text: each becomes `?`."""
-    fields = {
-        name: getattr(request, name).encode("utf-8", "replace").decode()
-        for name in ("answer", "response", "problem_id")
-    }
-    return msgspec.structs.replace(request, **fields)
 
 
 def check_golds(pool: WorkerPool, answers: Sequence[tuple[str, str]]) -> None:
@@ -263,3 +141,12 @@ def check_golds(pool: WorkerPool, answers: Sequence[tuple[str, str]]) -> None:
             raise UserError(
                 f"data: problem {problem_id}: the answer {answer[:80]!r} cannot be judged: {reason}; correct or drop the row"
             )
+
+
+def _encodable(request: Request) -> Request:
+    """Return the request without lone surrogates, which are no text: each becomes `?`."""
+    fields = {
+        name: getattr(request, name).encode("utf-8", "replace").decode()
+        for name in ("answer", "response", "problem_id")
+    }
+    return msgspec.structs.replace(request, **fields)

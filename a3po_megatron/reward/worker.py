@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from a3po_megatron.records import Verdict
-from a3po_megatron.reward.judge import MathSettings, judge_math
+from a3po_megatron.reward.judge import MathSettings, gold_answer, judge_math
 
 LENGTH = struct.Struct(">I")
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -54,7 +54,7 @@ def handle(request: Request) -> Answer:
         return _load_user(request)
     try:
         if request.task == "gold":
-            return Answer(error=check_gold(request.answer))
+            return Answer(error=check_gold(gold_answer(request.answer)))
         assert request.settings is not None
         return Answer(judge_math(request.answer, request.response, request.settings))
     except BadTruth as error:

@@ -130,29 +130,45 @@ class Server:
 
 def choose_port(config: RolloutConfig, slot: int) -> int:
     """Return the port of server number `slot`: the configured one, or any free one. Raises UserError if it is taken."""
+    with hold_port(config, slot) as held:
+        return port_of(held)
+
+
+def hold_port(config: RolloutConfig, slot: int) -> socket.socket:
+    """Return a socket bound to the port of server number `slot`, as `choose_port`, which keeps the port from others.
+
+    A server imports for seconds before it binds its port, and meanwhile the system would give a free one to whoever asks for any.
+    The server itself can bind and listen: both set SO_REUSEADDR, and this socket never listens.
+    """
     port = config.base_port + slot if config.base_port else 0
-    with socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((config.host, port))
-        except OSError as error:
-            raise UserError(
-                f"rollout.base_port={config.base_port}: {config.host}:{port} cannot be used for server {slot} "
-                f"({error.strerror}); free it, choose another, or set rollout.base_port=0 for any free port"
-            ) from None
-        return int(probe.getsockname()[1])
+    held = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        held.bind((config.host, port))
+    except OSError as error:
+        held.close()
+        raise UserError(
+            f"rollout.base_port={config.base_port}: {config.host}:{port} cannot be used for server {slot} "
+            f"({error.strerror}); free it, choose another, or set rollout.base_port=0 for any free port"
+        ) from None
+    return held
 
 
-async def free_port(config: RolloutConfig, slot: int, wait_s: float) -> int:
-    """Return `choose_port`, which may become free within `wait_s`: the last server's, or somebody's for a moment."""
+async def hold_free_port(config: RolloutConfig, slot: int, wait_s: float) -> socket.socket:
+    """Return `hold_port`, which may become free within `wait_s`: the last server's, or somebody's for a moment."""
     deadline = time.monotonic() + wait_s
     while True:
         try:
-            return choose_port(config, slot)
+            return hold_port(config, slot)
         except UserError:
             if time.monotonic() >= deadline:
                 raise
         await asyncio.sleep(POLL_S)
+
+
+def port_of(held: socket.socket) -> int:
+    """Return the port that a socket is bound to."""
+    return int(held.getsockname()[1])
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:

@@ -24,7 +24,7 @@ from a3po_megatron.errors import UserError
 from a3po_megatron.rollout.client import ReplicaClient
 from a3po_megatron.rollout.control import ReplicaError
 from a3po_megatron.rollout.controller_link import ControllerRefused
-from a3po_megatron.rollout.server import Server, ServerFailed, free_port
+from a3po_megatron.rollout.server import Server, ServerFailed, hold_free_port, port_of
 from a3po_megatron.rollout.server_args import server_command, server_environment
 
 DYING_S = 1.0  # for a server that no longer answers to be gone
@@ -146,14 +146,18 @@ class Supervisor:
         await self._tell_controller(self._controller.deregister(f"{self._node}-{slot}", f"retired: {self._last_words}"))
 
     async def _serve_once(self, slot: int, attempt: int) -> str:
-        """Start one server, register it, watch it, end it. Returns why it had to end."""
-        config, name = self._config, f"{self._node}-{slot}.{attempt}"
+        """Start one server on its port, register it, watch it, end it. Returns why it had to end."""
         try:
-            port = await free_port(config, slot, config.startup_timeout_s if attempt else 0.0)
+            held = await hold_free_port(self._config, slot, self._config.startup_timeout_s if attempt else 0.0)
         except UserError as error:
             if attempt == 0:
                 raise  # a wrong setting; later it is somebody else's program, and this slot's trouble only
             return str(error)
+        with held:
+            return await self._serve_at(port_of(held), slot, f"{self._node}-{slot}.{attempt}")
+
+    async def _serve_at(self, port: int, slot: int, name: str) -> str:
+        config = self._config
         gpus = (
             tuple(range(slot * config.tensor_parallel, (slot + 1) * config.tensor_parallel))
             if self._device == "cuda"

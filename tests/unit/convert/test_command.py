@@ -9,7 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from a3po_megatron.actor import bridge
+from a3po_megatron.config.load import load_config, save_run_record
+from a3po_megatron.config.schema import PretrainConfig
+from a3po_megatron.convert.megatron import hf_to_megatron, layout_of
 from a3po_megatron.errors import UserError
+from recipes import export
 from tests.unit.convert.tiny import make_folder
 
 CHECKOUT = Path(__file__).resolve().parents[3]
@@ -28,6 +32,19 @@ def test_a_conversion_reports_what_it_wrote_and_its_peak_memory(tmp_path: Path) 
     assert done.stdout.startswith(f"{destination}: 47 tensors, 0.0 M parameters, float32, ")
     assert "MB above the imports, largest tensor" in done.stdout
     assert (destination / "complete.json").exists()
+
+
+def test_an_export_says_in_one_line_what_it_wrote_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, run = make_folder(tmp_path / "hf"), tmp_path / "run"
+    save_run_record(load_config(PretrainConfig, None, [f"model.path={model}"]), run)
+    checkpoint, destination = run / "checkpoints" / "step_000001", tmp_path / "exported"
+    hf_to_megatron(model, checkpoint, layout_of(1, 1))
+    assert export.main([str(checkpoint), str(destination)]) == 0
+    assert capsys.readouterr().out == (
+        f"{destination}: 47 tensors, 0.0 M parameters, float32, 0 MB, from {checkpoint}; "
+        "left out: the state of the program that wrote it (1 keys)\n"
+    )
+    assert (destination / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,11 @@ def test_an_id_that_two_rows_have_is_refused(write_rows: WriteRows) -> None:
         ({"train": {"dapo": ProblemSetConfig(limit=-1)}}, "data.train.dapo.limit=-1"),
         ({"train": {"dapo": ProblemSetConfig(seed=1)}}, "data.train.dapo: generator and seed are of kind=generated"),
         ({"train": {"dapo": ProblemSetConfig(path="a.parquet", split="x")}}, "a.parquet is a file, which has no split"),
+        ({"train": {"dapo": ProblemSetConfig(split="test")}}, "data.train.dapo.split=test: dapo is one file"),
+        (
+            {"train": {"gsm8k": ProblemSetConfig(subset="main")}},
+            "data.train.gsm8k.subset=main: gsm8k of the data folder",
+        ),
         ({"train": {"g": ProblemSetConfig(kind="generated", limit=1)}}, "data.train.g.generator is empty"),
         ({"train": {"g": ProblemSetConfig(kind="generated", generator="x")}}, "data.train.g.limit=0: say how many"),
         (

@@ -41,6 +41,8 @@ def test_a_parquet_file_a_saved_folder_and_a_folder_of_files_give_the_same_rows(
     assert len(read(tmp_path / "splits", "test")) == 3
     with pytest.raises(UserError, match=r"splits: there is no split 'dev'; name one of train, test"):
         read(tmp_path / "splits", "dev")
+    with pytest.raises(UserError, match=r"saved: a data set as `save_to_disk` writes it has no subset 'main'"):
+        list(read_rows(str(tmp_path / "saved"), "main", "train"))
     with pytest.raises(UserError, match=r"files: cannot load split 'dev' of the data set: "):
         read(tmp_path / "files", "dev")
 

@@ -150,6 +150,12 @@ def unnumbered() -> Server:
         (Controller(a="current"), "wrong", "another run's token, or none"),
         (Controller(a="behind"), "secret", r"the controller has no server with the current weights \(it has 1\)"),
         (httpx.AsyncHTTPTransport(), "secret", "target=http://127.0.0.1:1: nobody answers there .ConnectError."),
+        (
+            httpx.MockTransport(lambda _: httpx.Response(200, text="<p>hello")),
+            "secret",
+            "what no controller does: '<p>hello'",
+        ),
+        (httpx.MockTransport(lambda _: httpx.Response(200, json=[])), "secret", r"what no controller does: '\[\]'"),
         (unnumbered(), "secret", "its weights are of version 'default', not a number: no server of a run"),
     ],
 )

@@ -110,6 +110,8 @@ def test_sets_choose_among_those_of_the_settings_and_the_known_ones(model: Path,
         (["target=ORPHAN"], r"config\.yaml: cannot read the settings of the checkpoint's run"),
         (["target=http://127.0.0.1:1", "sets=[gsm8k]"], "model is empty: a URL does not say which tokenizer"),
         (["target='http://a:1,b:2'", "model=MODEL"], "b:2 is no URL"),
+        (["target=http://a:b", "model=MODEL"], "http://a:b is no URL"),
+        (["target=MODEL", "model=MODEL", "sets=[gsm8k]"], "only a URL needs it"),
         (["target=MODEL"], r"sets is empty: name what to evaluate on.*gsm8k, dapo, math500, aime24, aime25"),
         (["target=MODEL", "sets=[gsm9k]"], "sets: no set is called 'gsm9k'; there are gsm8k"),
         (["target=RUN", "sets=[gsm8k]"], "data.task=arithmetic has one set"),
@@ -147,7 +149,18 @@ def test_a_mistake_is_one_line(tmp_path: Path, model: Path, run: Path, overrides
     assert "\n" not in str(caught.value)
 
 
-def test_a_report_is_not_written_over_another(tmp_path: Path, model: Path) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "already holds an evaluation; name another, or leave dir empty"),
+        (["data.arithmetic.num_heldout=0"], "data.arithmetic.num_heldout=0: there is no problem to evaluate on"),
+        (["token_file=secret"], "token_file=secret: only servers that run already have one"),
+        (["rollout.max_model_len=9"], r"max_model_len=9: problem '.*' has 6 prompt tokens, .* that is 10; raise"),
+    ],
+)
+def test_what_shows_once_the_problems_are_read_is_one_line_too(
+    tmp_path: Path, model: Path, overrides: list[str], message: str
+) -> None:
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "report.json").write_text("{}")
     settings = [
@@ -156,8 +169,8 @@ def test_a_report_is_not_written_over_another(tmp_path: Path, model: Path) -> No
         "rollout.max_model_len=16",
         "rollout.max_response_tokens=4",
     ]
-    config, target = build.resolve(None, [f"target={model}", f"dir={tmp_path / 'report'}", *settings])
-    with pytest.raises(UserError, match="already holds an evaluation; name another, or leave dir empty"):
+    config, target = build.resolve(None, [f"target={model}", f"dir={tmp_path / 'report'}", *settings, *overrides])
+    with pytest.raises(UserError, match=message):
         build.prepare(config, target)
 
 

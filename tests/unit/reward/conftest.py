@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from a3po_megatron.config.reward import RewardPoolConfig
-from a3po_megatron.data.gsm8k import data_folder
+from a3po_megatron.data.folder import data_folder
 from a3po_megatron.errors import UserError
 from a3po_megatron.records import Verdict
 from a3po_megatron.reward.judge import MathSettings

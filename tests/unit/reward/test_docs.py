@@ -6,7 +6,7 @@ from pathlib import Path
 from a3po_megatron.config.load import load_config
 from a3po_megatron.config.reward import RewardPoolConfig
 from a3po_megatron.config.schema import TrainConfig
-from a3po_megatron.reward import compare, extract
+from a3po_megatron.reward import extract, huge
 from a3po_megatron.reward.build import check_reward
 from tests.references.answer_pairs import MATCH, MISMATCH
 
@@ -28,7 +28,7 @@ def test_every_convention_and_bound_on_the_page_is_that_of_the_code() -> None:
     for figure in (f"last {extract.WINDOW} characters", f"above {extract.MAX_ANSWER} characters"):
         assert figure in PAGE
     assert f"deeper than {extract.MAX_NESTING}" in PAGE
-    assert f"more than {compare.MAX_DIGITS:,} digits" in PAGE
+    assert f"more than {huge.MAX_DIGITS:,} digits" in PAGE
     assert f"{len(MATCH) + len(MISMATCH)} of {len(MATCH) + len(MISMATCH)}" in PAGE
 
 

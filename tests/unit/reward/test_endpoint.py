@@ -10,7 +10,7 @@ import pytest
 from a3po_megatron.config.reward import HttpRewardConfig
 from a3po_megatron.records import Verdict
 from a3po_megatron.reward import endpoint
-from a3po_megatron.reward.pool import RewardError
+from a3po_megatron.reward.base import RewardError
 
 CONFIG = HttpRewardConfig(weight=1.0, url="http://127.0.0.1:9/judge", timeout_s=5, max_tries=3)
 

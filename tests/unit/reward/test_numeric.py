@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from a3po_megatron.data.gsm8k import data_folder
+from a3po_megatron.data.folder import data_folder
 from a3po_megatron.errors import UserError
-from a3po_megatron.reward.numeric import numeric_reward
+from a3po_megatron.reward.numeric import numeric_verdict
 
 MODELS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification")
 
@@ -33,7 +33,7 @@ MODELS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verificat
     ],
 )
 def test_right_number_scores_one(response: str, answer: str) -> None:
-    assert numeric_reward(response, answer) == 1.0
+    assert numeric_verdict(response, answer).reward == 1.0
 
 
 @pytest.mark.parametrize(
@@ -50,18 +50,18 @@ def test_right_number_scores_one(response: str, answer: str) -> None:
     ],
 )
 def test_anything_else_scores_zero(response: str, answer: str) -> None:
-    assert numeric_reward(response, answer) == 0.0
+    assert numeric_verdict(response, answer).reward == 0.0
 
 
 def test_answer_without_a_number_is_refused() -> None:
     with pytest.raises(ValueError, match="'many' holds no number"):
-        numeric_reward("42", "many")
+        numeric_verdict("42", "many")
 
 
 @pytest.mark.parametrize("response", ["9" * 20_000, "1,111" * 4_000, "-$" * 10_000, "#" * 20_000])
 def test_degenerate_response_is_scored_quickly(response: str) -> None:
     start = time.process_time()  # a busy machine may give this process no turn for seconds
-    assert numeric_reward(response, "42") == 0.0
+    assert numeric_verdict(response, "42").reward == 0.0
     assert time.process_time() - start < 2.0  # milliseconds on an idle machine
 
 
@@ -72,7 +72,10 @@ def test_agrees_with_every_label_of_the_published_model_solutions() -> None:
         pytest.skip(str(error))
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     labels = {
-        (model, number): (numeric_reward(row[model]["solution"], row["ground_truth"].splitlines()[-1]), row[model])
+        (model, number): (
+            numeric_verdict(row[model]["solution"], row["ground_truth"].splitlines()[-1]).reward,
+            row[model],
+        )
         for number, row in enumerate(rows)
         for model in MODELS
     }

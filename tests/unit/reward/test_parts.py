@@ -168,6 +168,11 @@ def test_a_truth_that_cannot_be_judged_is_refused_before_the_run() -> None:
             r"reward.python.path=\(empty\): expected package",
         ),
         (
+            RewardConfig(http=HttpRewardConfig(1.0, "http://example:port/judge")),
+            "arithmetic",
+            "reward.http.url=http://example:port/judge: expected http://",
+        ),
+        (
             RewardConfig(http=HttpRewardConfig(1.0, "example")),
             "arithmetic",
             "reward.http.url=example: expected http://",

@@ -13,9 +13,10 @@ import pytest
 
 from a3po_megatron.config.reward import PythonRewardConfig, RewardConfig, RewardPoolConfig
 from a3po_megatron.errors import UserError
+from a3po_megatron.reward.base import RewardError
 from a3po_megatron.reward.build import Rewards
 from a3po_megatron.reward.judge import MathSettings
-from a3po_megatron.reward.pool import RewardError, WorkerPool, check_golds
+from a3po_megatron.reward.pool import WorkerPool, check_golds
 from a3po_megatron.reward.worker import Request
 
 ROOT = Path(__file__).parents[3]
@@ -88,6 +89,19 @@ def test_a_worker_that_dies_costs_one_answer(path_of_rewards: Path) -> None:
         verdicts = pool.judge_now([Request("python", "", text, path="dies:reward") for text in ("a", "die", "b")])
     assert [verdict.reward for verdict in verdicts] == [0.5, 0.0, 0.5]
     assert verdicts[1].reason == "the worker ended over this answer: exit code 7"
+
+
+def test_a_worker_that_closes_its_pipes_and_lives_on_is_not_waited_for(path_of_rewards: Path) -> None:
+    (path_of_rewards / "closes.py").write_text(
+        "import os, time\ndef reward(response, answer, problem_id):\n    os.closerange(0, 100)\n    time.sleep(1000)\n"
+    )
+    with WorkerPool(RewardPoolConfig(num_workers=1, timeout_s=60)) as pool:
+        verdict = pool.judge_now([Request("python", "", "", path="closes:reward")])[0]
+        assert not pool.pids()
+    assert (verdict.reward, verdict.reason) == (
+        0.0,
+        "the worker ended over this answer: it closed its pipes and was still there after 5 s",
+    )
 
 
 def test_memory_beyond_the_limit_is_refused_and_the_next_answer_is_judged(path_of_rewards: Path) -> None:
@@ -168,6 +182,7 @@ def test_lone_surrogates_are_judged(pool: WorkerPool) -> None:
 
 def test_a_truth_that_nothing_could_be_compared_with_is_refused(pool: WorkerPool) -> None:
     check_golds(pool, [("p1", "42"), ("p2", r"\text{Evelyn}"), ("p3", r"\frac{1}{2}"), ("p4", "x^2+1")])
+    check_golds(pool, [("p5", "41 apples + 1 more.\n#### 42")])  # a solution, of which the judge reads the answer
     for truth in ("", "?", r"\frac{", "9^{9^{9^9}}"):
         with pytest.raises(UserError, match=r"data: problem p2: the answer .* cannot be judged: .*; correct or drop"):
             check_golds(pool, [("p1", "42"), ("p2", truth)])

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from a3po_megatron.records import Verdict
+from a3po_megatron.reward.base import RewardError
 from a3po_megatron.reward.compare import Comparison
 from a3po_megatron.reward.judge import MathSettings
-from a3po_megatron.reward.pool import RewardError, WorkerPool
+from a3po_megatron.reward.pool import WorkerPool
 from a3po_megatron.reward.worker import Request
 from tests.unit.reward.conftest import Judge, data_file, json_rows
 

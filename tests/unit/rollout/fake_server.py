@@ -1,7 +1,8 @@
 """Stands in for a vLLM server in tests of the supervisor: python fake_server.py PORT MODE.
 
 Starts a child process, as vLLM does, maps shared memory, answers readiness. Modes: `good`, `stubborn` (ignores
-SIGTERM), `dies` (exits with an error while starting), `hangs` (answers the probe, no other request).
+SIGTERM), `dies` (exits with an error while starting), `sleeps` (never gets as far as its port), `hangs` (answers the probe, no
+other request).
 """
 
 import json
@@ -75,6 +76,8 @@ def main() -> None:
     port, mode = int(sys.argv[1]), sys.argv[2]
     if mode == "dies":
         sys.exit("RuntimeError: no weights in this folder")
+    if mode == "sleeps":
+        time.sleep(600)
     if mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     orphan_watch.start_if_asked()

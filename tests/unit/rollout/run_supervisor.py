@@ -23,4 +23,4 @@ def fake_command(config, model_path, device, port, seed) -> list[str]:
 
 
 supervisor.server_command = fake_command
-sys.exit(exit_on_user_error(main))
+sys.exit(exit_on_user_error(lambda: main(sys.argv[1:])))

@@ -16,7 +16,8 @@ import pytest
 from a3po_megatron.config.rollout import RolloutConfig
 from a3po_megatron.errors import UserError
 from a3po_megatron.rollout.process_group import shared_memory_of
-from a3po_megatron.rollout.server import free_port
+from a3po_megatron.rollout.server import hold_free_port, hold_port, port_of
+from recipes import rollout
 from tests.fake_controller import FakeController
 
 RUN_SUPERVISOR = Path(__file__).with_name("run_supervisor.py")
@@ -149,6 +150,12 @@ def test_a_port_that_is_taken_at_the_start_is_a_wrong_setting(start):
     assert f"rollout.base_port={port}: 127.0.0.1:{port} cannot be used for server 0" in running.last_line
 
 
+def test_a_controller_that_is_no_url_is_refused_before_any_server_starts(tmp_path):
+    (tmp_path / "config.yaml").write_text("run: {dir: nowhere}\n")
+    with pytest.raises(UserError, match=r"--controller 127\.0\.0\.1:8500: expected a URL such as http://"):
+        rollout.main([str(tmp_path / "config.yaml"), "--controller", "127.0.0.1:8500"])
+
+
 def test_a_port_that_is_taken_at_a_restart_is_waited_for():
     async def run() -> tuple[int, int]:
         with socket.socket() as other:
@@ -157,14 +164,37 @@ def test_a_port_that_is_taken_at_a_restart_is_waited_for():
             port = other.getsockname()[1]
             config = RolloutConfig(base_port=port)
             with pytest.raises(UserError, match="cannot be used for server 0"):
-                await free_port(config, 0, wait_s=0.0)
-            waiting = asyncio.create_task(free_port(config, 0, wait_s=30.0))
+                await hold_free_port(config, 0, wait_s=0.0)
+            waiting = asyncio.create_task(hold_free_port(config, 0, wait_s=30.0))
             await asyncio.sleep(0.5)
             assert not waiting.done()
-        return port, await waiting
+        with await waiting as held:
+            return port, port_of(held)
 
     port, found = asyncio.run(run())
     assert found == port
+
+
+def test_a_port_is_kept_from_others_until_its_server_has_bound_it():
+    with hold_port(RolloutConfig(), 0) as held:
+        address = ("127.0.0.1", port_of(held))
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(address)
+        with socket.create_server(address), socket.create_connection(address, timeout=10):  # with SO_REUSEADDR, as vLLM
+            pass
+
+
+def test_a_port_is_held_while_its_server_starts(start):
+    running = start("sleeps")
+    deadline = time.monotonic() + DEADLINE_S
+    while not (servers := running.look()):
+        assert time.monotonic() < deadline, running.log.read_text()
+        time.sleep(0.02)
+    address = ("127.0.0.1", int(servers[0].cmdline()[-2]))
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(address)
+    running.process.terminate()
+    assert running.wait() == 0
 
 
 def test_a_server_that_the_controller_dropped_is_restarted(start, controller):
