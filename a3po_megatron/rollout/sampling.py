@@ -4,6 +4,7 @@ The trainer recomputes log-probabilities from logits divided by the temperature.
 before a token is drawn makes the server's log-probabilities those of another policy, and the importance weights wrong.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "trace_decode_token_ids": (None,),
     "extra_args": (None, {}),
 }
+DEADLINES = tuple(f"{wait}_timeout_s" for wait in ("startup", "request", "control", "transfer", "stall", "controller"))
 # Those of them that people ask for: settings of the run, so that the refusal can say why.
 REFUSED_SETTINGS = (
     "top_p",
@@ -89,17 +91,14 @@ def check_rollout(config: RolloutConfig) -> None:
     for name in ("num_servers", "tensor_parallel", "max_num_seqs", "cpu_threads", "stream_interval", "bucket_bytes"):
         if getattr(config, name) < 1:
             raise UserError(f"rollout.{name}={getattr(config, name)}: must be at least 1")
-    for name in (
-        "startup_timeout_s",
-        "request_timeout_s",
-        "control_timeout_s",
-        "transfer_timeout_s",
-        "stall_timeout_s",
-    ):
-        if getattr(config, name) <= 0:
-            raise UserError(f"rollout.{name}={getattr(config, name)}: a deadline in seconds above 0")
-    if config.drain_timeout_s < 0:
-        raise UserError(f"rollout.drain_timeout_s={config.drain_timeout_s}: seconds, 0 or more")
+    for name in (*DEADLINES, "heartbeat_s"):
+        if not 0 < getattr(config, name) < math.inf:
+            raise UserError(f"rollout.{name}={getattr(config, name)}: a time in seconds above 0")
+    for name in ("drain_timeout_s", "stop_timeout_s", "restart_window_s", "max_restarts", "probe_max_change"):
+        if not 0 <= getattr(config, name) < math.inf:
+            raise UserError(f"rollout.{name}={getattr(config, name)}: a number, 0 or more")
+    if not 0 <= config.base_port <= 2**16 - config.num_servers:
+        raise UserError(f"rollout.base_port={config.base_port}: 0, or the first of num_servers ports below 65536")
     if config.in_flight != "continue" and config.kv_on_update == "keep":
         raise UserError(
             f"rollout.kv_on_update=keep has no meaning with rollout.in_flight={config.in_flight}, which lets no request "

@@ -1,6 +1,7 @@
 """Settings under which the server's log-probabilities would not be the policy's are refused, each in one clear line."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -64,6 +65,15 @@ def test_greedy_is_for_evaluation_only():
         ("bucket_bytes", 0),
         ("host", "0.0.0.0"),
         ("control_timeout_s", 0.0),
+        ("heartbeat_s", 0.0),
+        ("controller_timeout_s", math.nan),
+        ("stall_timeout_s", math.inf),
+        ("drain_timeout_s", -1.0),
+        ("restart_window_s", -1.0),
+        ("max_restarts", -1),
+        ("probe_max_change", math.nan),
+        ("base_port", -1),
+        ("base_port", 65536),
         ("gpu_memory_utilization", 1.5),
     ],
 )
