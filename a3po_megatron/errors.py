@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 USER_ERROR_EXIT_CODE = 2
 FAILURE_EXIT_CODE = 1
+INTERRUPTED_EXIT_CODE = 130  # as a shell says it
 
 
 class UserError(ValueError):
@@ -13,12 +14,15 @@ class UserError(ValueError):
 
 
 def exit_on_user_error(main: Callable[[], int]) -> int:
-    """Run `main` and return its exit code; a `UserError` becomes one line on stderr and exit code 2."""
+    """Run `main` and return its exit code; a `UserError` becomes one line on stderr and exit code 2, Ctrl-C one and 130."""
     try:
         return main()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return USER_ERROR_EXIT_CODE
+    except KeyboardInterrupt:
+        print("error: stopped by SIGINT", file=sys.stderr, flush=True)
+        return INTERRUPTED_EXIT_CODE
 
 
 def say_why(error: BaseException) -> int:

@@ -95,8 +95,4 @@ def show(result: Result, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(exit_on_user_error(lambda: main(sys.argv[1:])))
-    except KeyboardInterrupt:
-        print("error: stopped by SIGINT", file=sys.stderr, flush=True)
-        sys.exit(130)
+    sys.exit(exit_on_user_error(lambda: main(sys.argv[1:])))

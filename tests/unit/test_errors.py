@@ -2,7 +2,7 @@
 
 import pytest
 
-from a3po_megatron.errors import UserError, say_why
+from a3po_megatron.errors import UserError, exit_on_user_error, say_why
 from a3po_megatron.rollout.control import ReplicaError
 
 
@@ -32,3 +32,11 @@ def test_any_other_error_has_its_traceback_before_the_line(
 def test_a_users_mistake_stays_one_even_in_a_group() -> None:
     with pytest.raises(UserError, match="is empty"):
         say_why(ExceptionGroup("group", [UserError("run.dir is empty")]))
+
+
+def test_ctrl_c_is_one_line_and_the_shells_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> int:
+        raise KeyboardInterrupt
+
+    assert exit_on_user_error(main) == 130
+    assert capsys.readouterr().err == "error: stopped by SIGINT\n"
