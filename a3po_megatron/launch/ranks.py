@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from a3po_megatron.errors import USER_ERROR_EXIT_CODE, UserError, exit_on_user_error
+from a3po_megatron.errors import INTERRUPTED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError, exit_on_user_error
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -120,7 +120,7 @@ def run_ranks(module: str, arguments: Sequence[str], count: int, nodes: Nodes = 
             return USER_ERROR_EXIT_CODE
         except (SignalException, KeyboardInterrupt):
             print(f"{module}: interrupted; its {count // nodes.count} ranks have been ended", file=sys.stderr)
-            return 130
+            return INTERRUPTED_EXIT_CODE
     return 0
 
 
