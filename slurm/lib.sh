@@ -172,7 +172,7 @@ check() {
   pid=$!
   while kill -0 "$pid" 2>/dev/null && [ -z "$STOPPED" ] && [ $SECONDS -lt $end ]; do pause; done
   if kill -0 "$pid" 2>/dev/null; then
-    end_srun "$pid"
+    end_sruns "$pid"
     [ -n "$STOPPED" ] || fail "the check '$name' did not end within PREFLIGHT_S=$PREFLIGHT_S s; nothing was started; see $LOGS/$name.*"
   else
     wait "$pid" || code=$?
@@ -186,12 +186,14 @@ check() {
   exit "$((code == 2 ? 2 : 1))"
 }
 
-# Told so, srun ends its step at once. One that hangs is killed; SLURM ends its step with the job.
-end_srun() { # PID
-  local end=$((SECONDS + SRUN_END_S))
-  kill -TERM "$1" 2>/dev/null || true
-  while kill -0 "$1" 2>/dev/null && [ $SECONDS -lt $end ]; do pause; done
-  kill -KILL "$1" 2>/dev/null || true
+# Told so, srun ends its step at once. Those that hang are killed; SLURM ends their steps with the job.
+end_sruns() { # PID...
+  local end=$((SECONDS + SRUN_END_S)) pid
+  for pid in "$@"; do kill -TERM "$pid" 2>/dev/null || true; done
+  for pid in "$@"; do
+    while kill -0 "$pid" 2>/dev/null && [ $SECONDS -lt $end ]; do pause; done
+    kill -KILL "$pid" 2>/dev/null || true
+  done
 }
 
 stop_reason() { if [ "$STOPPED" = USR1 ]; then echo "the job's time is nearly over"; else echo "stopped by SIGTERM"; fi; }
@@ -302,14 +304,12 @@ stop_roles() {
       if [ "${left[$pid]}" = "$step" ]; then timeout 30 scancel --signal=TERM "$id" 2>/dev/null || true; fi
     done
   done < <(timeout 30 squeue --noheader --steps --job "$SLURM_JOB_ID" --format '%i %j' || true)
-  local end=$((SECONDS + STOP_S))
+  local end=$((SECONDS + STOP_S)) late=()
   for pid in "${!left[@]}"; do
     while kill -0 "$pid" 2>/dev/null && [ $SECONDS -lt $end ]; do pause; done
-    if kill -0 "$pid" 2>/dev/null; then
-      say "${left[$pid]} did not end within $STOP_S s and is killed"
-      end_srun "$pid"
-    fi
-    wait "$pid" 2>/dev/null || true
-    unset "ROLE_OF[$pid]"
+    if kill -0 "$pid" 2>/dev/null; then late+=("$pid"); fi
   done
+  for pid in "${late[@]}"; do say "${left[$pid]} did not end within $STOP_S s and is killed"; done
+  end_sruns "${late[@]}"
+  for pid in "${!left[@]}"; do wait "$pid" 2>/dev/null || true; unset "ROLE_OF[$pid]"; done
 }

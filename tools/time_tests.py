@@ -18,13 +18,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # of this checkout, from whichever folder it is started
+from a3po_megatron.data.folder import data_folder
 from a3po_megatron.errors import UserError, exit_on_user_error
 from tools.page_part import PagePart
 
@@ -222,6 +223,8 @@ def _tree(from_clone: bool) -> Iterator[tuple[Path, Mapping[str, str]]]:
         clone = Path(folder) / "clone"
         subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
         others = ("PYTHONPATH", "VIRTUAL_ENV", "VENV")
+        with suppress(UserError):  # without data, tests are skipped here as they are in this checkout
+            environment["A3PO_DATA"] = str(data_folder().resolve())
         yield clone, {name: value for name, value in environment.items() if name not in others}
 
 
@@ -246,4 +249,7 @@ def _head(tree: Path) -> str:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, exit_at_sigterm)
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # in the background a shell lets it be ignored, in children too
     sys.exit(exit_on_user_error(lambda: main(sys.argv[1:])))

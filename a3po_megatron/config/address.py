@@ -1,5 +1,6 @@
 """Hosts and ports as they stand in a URL."""
 
+import re
 from urllib.parse import urlsplit
 
 
@@ -12,7 +13,8 @@ def is_url(text: str) -> bool:
     """Whether `text` is a URL that can be asked: http or https, a host, and a port that there can be if one is named."""
     try:
         parts = urlsplit(text)
-        _ = parts.port  # ValueError where it is no number, or above 65535
+        port = parts.port  # ValueError where it is no number, or above 65535
     except ValueError:
         return False
-    return parts.scheme in ("http", "https") and bool(parts.hostname)
+    is_host = bool(parts.hostname) and not re.search(r"\][^:]", parts.netloc)  # urlsplit reads [::1]x as [::1]
+    return parts.scheme in ("http", "https") and is_host and port != 0 and not re.search(r"\s", text)

@@ -17,9 +17,8 @@ class EvaluateConfig:
     # controller; or URLs of vLLM servers, with commas between them
     target: str = ""
     model: str = ""  # of a URL: the folder with the tokenizer and config.json of what is served
-    token_file: str = (
-        ""  # of a URL or a run: its token; empty: A3PO_TOKEN of the environment, or the file in the run's folder
-    )
+    # Of a URL or a run: its token; empty: A3PO_TOKEN of the environment, or the file in the run's folder
+    token_file: str = ""
     dir: str = ""  # where the report goes; empty: runs/evaluations/NAME_TIME
     # Names of sets: those of `data.evaluation`, or known ones (gsm8k, math500, aime24, aime25...); empty: all of
     # `data.evaluation`

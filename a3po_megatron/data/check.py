@@ -1,6 +1,7 @@
 """Refuses data settings that cannot work, before any file is opened, and prompts that are too long, once they are read."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from a3po_megatron.config.data import DataConfig, ProblemSetConfig, PromptConfig
 from a3po_megatron.config.rollout import RolloutConfig
@@ -88,9 +89,10 @@ def _check_split(where: str, kind: str, config: ProblemSetConfig) -> None:
         raise UserError(
             f"{where}.subset={config.subset}: {kind} of the data folder has none; set path or leave it empty"
         )
-    if config.split and "{split}" not in FORMATS[kind].file:
+    file = Path(FORMATS[kind].file)
+    if config.split not in ("", file.stem) and "{split}" not in str(file):
         raise UserError(
-            f"{where}.split={config.split}: {kind} is one file of the data folder, {FORMATS[kind].file}; leave it empty, or set "
+            f"{where}.split={config.split}: {kind} is one file of the data folder, {file}; leave it empty, or set "
             "path to a Hugging Face data set"
         )
 

@@ -10,10 +10,8 @@ from a3po_megatron.config.actor import ActorConfig
 from a3po_megatron.config.model_shape import ModelShape
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-STATE_BYTES = {
-    "float32": 8,
-    "bfloat16": 12,
-}  # of the optimizer: Adam's moments, and of bfloat16 a float32 main parameter
+# Of the optimizer: Adam's moments, and of bfloat16 a float32 main parameter.
+STATE_BYTES = {"float32": 8, "bfloat16": 12}
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,8 @@ def resolve(config_file: str | None, overrides: Sequence[str]) -> tuple[Evaluate
 def check(config: EvaluateConfig, target: Target) -> int:
     """Check the settings against each other and the model; return the size of its vocabulary. Raises UserError."""
     check_samples(config.num_samples, config.temperature, config.pass_k, OF_COMMAND)
+    if config.token_file and target.kind != "fleet":
+        raise UserError(f"token_file={config.token_file}: only servers that run already have one; leave it empty")
     for name, minimum in {"max_problems": 0, "max_concurrent": 0, "seed": 0}.items():
         if getattr(config, name) < minimum:
             raise UserError(f"{name}={getattr(config, name)}: must be at least {minimum}")
@@ -110,8 +112,6 @@ def prepare(config: EvaluateConfig, target: Target) -> Job:
 def _token_of(config: EvaluateConfig, target: Target) -> str:
     """Return the secret of the servers: a new one for our own."""
     if target.kind != "fleet":
-        if config.token_file:
-            raise UserError(f"token_file={config.token_file}: only servers that run already have one; leave it empty")
         return secrets.token_hex(32)
     if config.token_file:
         try:

@@ -149,13 +149,14 @@ def _check_driver(node: NodeFacts) -> None:
     version = node.driver.split(".")[0]
     if not version.isdigit():
         raise UserError(f"{node.node}: nvidia-smi names the driver '{node.driver}'; it is not loaded or too old")
+    if node.has_cuda_compat:
+        return
     if (needed := DRIVER_OF_CUDA.get(int(node.cuda.split(".")[0]))) is None:
         raise UserError(
             f"{node.node}: torch is built for CUDA {node.cuda}, and which driver that needs is not known here; add it to "
             "DRIVER_OF_CUDA in a3po_megatron/launch/node_facts.py"
         )
-    found = int(version)
-    if found < needed and not node.has_cuda_compat:
+    if int(version) < needed:
         raise UserError(
             f"{node.node}: driver {node.driver} is too old for CUDA {node.cuda}, which needs {needed} or newer; "
             "put the folder of the cuda-compat package into LD_LIBRARY_PATH, or ask for a newer driver"

@@ -123,4 +123,4 @@ class WorkerProcess:
                 return f"it closed its pipes and was still there after {EXIT_TIMEOUT_S:g} s"
             time.sleep(POLL_S)
         self.kill()  # what it started, before it is waited for: after that its group has no name
-        return f"exit code {self._process.wait(END_TIMEOUT_S)}"
+        return f"exit code {self._process.wait(END_TIMEOUT_S)}"  # at once: it has ended

@@ -15,6 +15,7 @@ import pytest
 from a3po_megatron.actor.hf_mapping import hf_shapes
 from a3po_megatron.config.model_shape import read_model_shape
 from a3po_megatron.data.folder import data_folder
+from a3po_megatron.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 BYTES = 2  # of a bfloat16
@@ -31,6 +32,10 @@ MODELS = {
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """Return name -> model folder: real shapes, the tokenizer of Qwen3, and weights that are a hole in a file."""
     root = tmp_path_factory.mktemp("models")
+    try:
+        data_folder()
+    except UserError as error:
+        pytest.skip(str(error))
 
     @cache
     def folder_of(name: str) -> str:

@@ -198,7 +198,7 @@ def test_a_server_that_dies_is_started_again_and_the_job_completes(submit: Calla
 def test_the_distributed_tests_run_over_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
     """A newcomer's first job, on CPUs: two ranks on each of two nodes, and one of the tests."""
     variables = {"GPUS_PER_NODE": "0", "CHOOSE": "test_weights and llama-tied", "PYTHON": sys.executable}
-    variables["RUN_DIR"] = str(tmp_path / "run")
+    variables |= {"RUN_DIR": str(tmp_path / "run"), "PYTEST_ADDOPTS": ""}  # whatever this pytest was told
     options = [f"--output={tmp_path}/out", "--gpus-per-node=0", "--cpus-per-task=1", "--nodes=2"]
     job = cluster.submit(ROOT / "slurm" / "test_distributed.sh", variables, options, [])
     assert cluster.wait_for(job, FINAL, 250) == "COMPLETED", (tmp_path / "out").read_text()

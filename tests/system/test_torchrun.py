@@ -1,5 +1,6 @@
 """The distributed tests on ranks that torchrun started, as a site runs them on its GPUs."""
 
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ def test_torchrun_runs_the_distributed_tests_as_they_are() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", *pytest_command],
         cwd=ROOT,
+        env=os.environ | {"PYTEST_ADDOPTS": ""},  # whatever this pytest was told
         capture_output=True,
         text=True,
         timeout=240,

@@ -183,3 +183,12 @@ def test_contradictory_settings_are_named(changes: dict[str, Any], message: str)
     with pytest.raises(UserError) as error:
         check_data(DataConfig(task="problems", **{"train": train, **changes}))
     assert message in str(error.value)
+
+
+def test_the_split_that_a_files_name_says_may_be_stated() -> None:
+    check_data(DataConfig(task="problems", train={"gsm8k": ProblemSetConfig(split="test")}))
+    check_data(
+        DataConfig(
+            task="problems", train={"gsm8k": ProblemSetConfig()}, evaluation={"aime24": ProblemSetConfig(split="test")}
+        )
+    )

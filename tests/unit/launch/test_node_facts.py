@@ -63,6 +63,7 @@ def test_a_node_that_does_not_fit_is_named(changes: dict[str, object], says: str
 
 def test_an_old_driver_with_cuda_compat_passes() -> None:
     assert check_facts([GPU, other(driver="570.1", has_cuda_compat=True)], 8, "m", 10**9) == 10040
+    assert check_facts([GPU, other(cuda="14.0", has_cuda_compat=True)], 8, "m", 10**9) == 10040
 
 
 def test_without_gpus_neither_driver_nor_cuda_is_asked_for() -> None:
